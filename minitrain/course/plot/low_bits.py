@@ -35,7 +35,7 @@ def sharing(shape: Pair, tiles: Mapping[str, Pair], outliers: Sequence[Pair], *,
         for row, column in outliers:
             ax.add_patch(Rectangle((column, row), 1, 1, facecolor=BLACK))
         ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xticks=[], yticks=[])
-        ax.set_title(f"{name}\n{taken / rows / columns:.0%} of the numbers", fontsize=8)
+        ax.set_title(f"{name}: {taken / rows / columns:.0%}", fontsize=9)
     colours = {"outlier": BLACK, "has its scale": _TAKEN, "has a scale of its own": PALE}
     return style.finished(figure, title, [Patch(facecolor=c, label=name) for name, c in colours.items()])
 
@@ -47,14 +47,15 @@ def code_shares(shares: Mapping[str, Mapping[int, float]], *, title: str, xlabel
         raise ValueError(f"{len(shares)} panels, of which some are empty; give shares of codes for each")
     figure, panels = style.panels(shares, height=2.6)
     top = max(share for parts in shares.values() for share in parts.values())
+    codes = sorted({code for parts in shares.values() for code in parts})
     for i, (ax, parts) in enumerate(zip(panels, shares.values())):
         percent = {code: 100 * share for code, share in parts.items()}
         ax.bar(list(percent), list(percent.values()), width=0.85, color=CYCLE[i % len(CYCLE)])
         for code, share in percent.items():
             if share >= 0.5:
                 ax.text(code, share, f"{share:.0f}", ha="center", va="bottom", fontsize=7)
-        ax.set(ylim=(0, 112 * top), xlabel=xlabel)
-        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(ylim=(0, 112 * top), xlim=(codes[0] - 0.6, codes[-1] + 0.6), xlabel=xlabel)
+        ax.set_xticks(range(codes[0], codes[-1] + 1))
         ax.grid(axis="x", visible=False)
     panels[0].set_ylabel("% of the numbers")
     return style.finished(figure, title)

@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.charts import bars_by_kind, lines
-from minitrain.course.plot.style import CENTRED, CYCLE, GREY, ORANGE, PALE, SKY, Series
+from minitrain.course.plot.style import CENTRED, CYCLE, GREY, ORANGE, PALE, SKY, VERMILLION, Series
 
 
 @style.styled
@@ -78,9 +78,25 @@ def magnitudes(shares: Mapping[str, Mapping], formats: Mapping[str, tuple], *, t
 
 
 @style.styled
+def gaps(of: Series, *, title: str, xlabel: str) -> Figure:
+    """{name: a gap per seed}: a dot each, and a bar from the least to the most; 0 is the reference."""
+    if not all(map(len, of.values())):
+        raise ValueError(f"{', '.join(name for name in of if not len(of[name]))}: no gap; give one per seed")
+    figure, ax = style.canvas(height=0.9 + 0.27 * len(of))
+    ax.axvline(0, color=GREY, linewidth=1)
+    for y, xs in enumerate(of.values()):
+        ax.barh(y, max(xs) - min(xs), left=min(xs), height=0.55, color=style.blend(SKY, "white", 0.5))
+        ax.plot(xs, [y] * len(xs), "o", color=style.BLUE, markersize=4)
+    style.row_labels(ax, list(of))
+    ax.set_xlabel(xlabel)
+    ax.grid(axis="y", visible=False)
+    return style.finished(figure, title)
+
+
+@style.styled
 def contractions(products: Sequence[tuple[str, tuple, tuple]], *, title: str) -> Figure:
     """(name, left, right): an operand is (label, rows, columns, tile height, tile width), sizes in units of
-    the picture, named ("M", 4). What is summed over has the same name, left across and right down."""
+    the picture, named ("M", 4). What is summed over has the same name, left across and right down: in red."""
     figure = style.Picture(figsize=(style.WIDTH, 2.5))
     for ax, (name, left, right) in zip(figure.subplots(1, len(products), squeeze=False)[0], products):
         if left[2] != right[1]:
@@ -92,8 +108,10 @@ def contractions(products: Sequence[tuple[str, tuple, tuple]], *, title: str) ->
                     size = min(width, across - x), min(height, down - y)
                     ax.add_patch(Rectangle((at + x, y), *size, facecolor=colour, edgecolor="white"))
             ax.text(at + across / 2, down / 2, label, **CENTRED, fontsize=11, fontweight="bold")
-            ax.text(at + across / 2, -0.25, column, ha="center", va="bottom", fontsize=8)
-            ax.text(at - 0.2, down / 2, row, ha="right", va="center", fontsize=8)
+            names = ((column, at + across / 2, -0.25, "center", "bottom"), (row, at - 0.2, down / 2, "right", "center"))
+            for text, x, y, ha, va in names:
+                summed = dict(color=VERMILLION, fontweight="bold") if text == left[2][0] else {}
+                ax.text(x, y, text, ha=ha, va=va, fontsize=9, **summed)
             at += across + 1.4
         tallest = max(left[1][1], right[1][1])
         ax.set(xlim=(-1, at - 1), ylim=(tallest + 0.3, -1.2), aspect="equal")

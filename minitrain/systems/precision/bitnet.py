@@ -15,7 +15,7 @@ norm, all activations have signs; head and tables have all bits; no packed kerne
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class BitProducts:
 
     few: Callable[[Tensor, Tensor, Tensor], Tensor]
     centred: bool  # the norm subtracts the mean
+    normed: bool = True  # without it x^ = x
+    codes: Blocks = TOKENS
     history: int = 0
     travels: bool = False
 
@@ -61,10 +63,12 @@ class BitProducts:
     def enter(self, x: Tensor, scales: Scales) -> tuple[Quantized, Tensor]:
         """x [.., K] -> codes of x^ [.., K] and 1 / deviation [.., 1]."""
         x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not self.normed:
+            return scales.quantized("x", x, self.codes, "MK"), torch.ones_like(x[..., :1])
         if self.centred:
             x = x - over_width(x, scales)
         inverse = (over_width(x.square(), scales) + EPS).rsqrt()
-        return scales.quantized("x", x * inverse, TOKENS, "MK"), inverse
+        return scales.quantized("x", x * inverse, self.codes, "MK"), inverse
 
     def forward(self, saved: tuple[Quantized, Tensor], weight: Tensor, scales: Scales) -> Tensor:
         """-> y [.., N]; of the rank's part of K, where it is cut."""
@@ -78,16 +82,19 @@ class BitProducts:
         dy, normed = dy.to(few.dtype), dequantize(saved[0], few.dtype)
         if wanted[0]:
             dx = dy @ (few * size)
-            along = over_width(dx * normed, scales)
-            if self.centred:
-                dx = dx - over_width(dx, scales)
-            dx = ((dx - normed * along) * saved[1]).to(weight.dtype)
+            if self.normed:
+                along = over_width(dx * normed, scales)
+                if self.centred:
+                    dx = dx - over_width(dx, scales)
+                dx = (dx - normed * along) * saved[1]
+            dx = dx.to(weight.dtype)
         if wanted[1]:
             dweight = (dy.flatten(0, -2).mT @ normed.flatten(0, -2)).to(weight.dtype)
         return dx, dweight
 
 
 PRODUCTS = {"bitnet": BitProducts(signs, centred=True), "bitnet_b158": BitProducts(trits, centred=False)}
+PUBLISHED = PRODUCTS | {"bitnet": replace(PRODUCTS["bitnet"], codes=Blocks(INT8))}  # one scale for a tensor
 
 
 def over_width(x: Tensor, scales: Scales) -> Tensor:
