@@ -89,6 +89,7 @@ def gaps(of: Series, *, title: str, xlabel: str) -> Figure:
         ax.plot(xs, [y] * len(xs), "o", color=style.BLUE, markersize=4)
     style.row_labels(ax, list(of))
     ax.set_xlabel(xlabel)
+    ax.use_sticky_edges = False
     ax.grid(axis="y", visible=False)
     return style.finished(figure, title)
 
@@ -108,7 +109,10 @@ def contractions(products: Sequence[tuple[str, tuple, tuple]], *, title: str) ->
                     size = min(width, across - x), min(height, down - y)
                     ax.add_patch(Rectangle((at + x, y), *size, facecolor=colour, edgecolor="white"))
             ax.text(at + across / 2, down / 2, label, **CENTRED, fontsize=11, fontweight="bold")
-            names = ((column, at + across / 2, -0.25, "center", "bottom"), (row, at - 0.2, down / 2, "right", "center"))
+            names = (
+                (column, at + across / 2, -0.25, "center", "bottom"),
+                (row, at - 0.2, down / 2, "right", "center"),
+            )
             for text, x, y, ha, va in names:
                 summed = dict(color=VERMILLION, fontweight="bold") if text == left[2][0] else {}
                 ax.text(x, y, text, ha=ha, va=va, fontsize=9, **summed)

@@ -10,8 +10,9 @@ max / 127 for each token; K + 8 bytes per token are saved for backward (in float
 weight; of three values 5 in a byte (3^5 = 243): 1.6. Over tp mean W, b, the norm and max are the whole's, so
 a layout changes no code: 2 numbers per matrix each way, and per token, where K is cut, 3 forward, 2 backward
 (RMS one fewer). Wang et al. 2023 (BitNet), arXiv:2310.11453, section 2; Ma et al. 2024 (b1.58),
-arXiv:2402.17764, section 2. Differs: a scale per token in training, too; agreed over tp; the block keeps its
-norm, all activations have signs; head and tables have all bits; no packed kernels.
+arXiv:2402.17764, section 2. `PUBLISHED` is theirs: BitNet's training has one scale per tensor of x^, b1.58's
+one per token. Differs: `PRODUCTS` have one per token, agreed over tp; the block keeps its norm, all
+activations have signs; head and tables have all bits; no packed kernels.
 """
 
 from collections.abc import Callable

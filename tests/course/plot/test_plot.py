@@ -138,6 +138,9 @@ PICTURES = {
         {"fp16": (2.0**-24, 2.0**-14, 65504.0)},
         title=LONG,
     ),
+    "gaps": lambda: plot_precision.gaps(
+        {"as published": [0.01, -0.02, 0.0], "off": [0.3]}, title=LONG, xlabel="nats"
+    ),
     "contractions": lambda: plot_precision.contractions(
         [("y = x · Wᵀ", ("x", ("M", 4), ("K", 6), 1, 4), ("Wᵀ", ("K", 6), ("N", 3), 4, 2))], title=LONG
     ),

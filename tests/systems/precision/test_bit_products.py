@@ -1,6 +1,7 @@
 """BitNet and b1.58: their values, the norm and the straight-through gradients, storage, layouts, real text."""
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,6 +12,7 @@ from minitrain.compose.passes import multiply_in
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.plan.strategy import Strategy
+from minitrain.precision.blocks import dequantize
 from minitrain.precision.products import LowLinear, Scales, project
 from minitrain.systems.precision import bitnet
 from tests.parallel import TOLERANCE, small
@@ -65,6 +67,22 @@ def test_a_layer_by_hand(name):
     assert set(few.flatten().tolist()) == values
     alone = project(inputs, (layer,))[0]
     assert torch.equal(alone, out)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_the_norm_and_with_one_scale(name):
+    """x^ = x then, and dx is dy times the few values; as published, BitNet's training has a scale per tensor."""
+    x, weight, dy = normal(6, 20) * 3, normal(9, 20, seed=1), normal(6, 9, seed=2)
+    bare = replace(bitnet.PUBLISHED[name], normed=False)
+    few, size = bare.weights(weight, Scales())
+    kept = bare.enter(x, Scales())
+    scales = 1 if name == "bitnet" else 6
+    assert kept[0].scales.numel() == scales == bitnet.PUBLISHED[name].enter(x, Scales())[0].scales.numel()
+    read = dequantize(kept[0], torch.float64)
+    assert (read - x).abs().max() <= x.abs().max() / 253
+    assert torch.allclose(bare.forward(kept, weight, Scales()), read @ (few * size).mT, atol=1e-5)
+    dx, dweight = bare.backward(dy, kept, weight, (True, True), Scales())
+    assert torch.equal(dx, dy @ (few * size)) and torch.allclose(dweight, dy.mT @ read)
 
 
 def test_zeros_and_what_is_no_number():
