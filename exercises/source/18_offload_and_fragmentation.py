@@ -341,9 +341,7 @@ def fewest(order, room):
 
 
 def expect_fetches(*cases):
-    for said, (order, room) in zip(
-        ask_each(leaving, list(cases), time_limit_s=5), cases, strict=True
-    ):
+    for said, (order, room) in zip(ask_each(leaving, list(cases)), cases, strict=True):
         seen = f"(seen with {len(order)} uses and room for {room})"
         count = fetches(order, room, said, seen)
         hint = f"the order is known to its end; whose next use is farthest? {seen}"
