@@ -337,6 +337,25 @@ def drawn_runs(number, wrong=1):
     return runs
 
 
+def drawn_twins(number, alone, spoiled, reverse):
+    """Two terms explain all runs but run `alone`, which one of them explains, or (spoiled) neither."""
+    names = draw.several(("products", "passes", "tp", "dp", "p2p", "bubble"), draw.integer(3, 5))
+    bad, twin = names[:2][:: -1 if reverse else 1]
+    factor, often, runs = Fraction(draw.integer(12, 40), 10), draw.integer(2, 3), []
+    for at in range(number):
+        terms = {name: 10 * draw.integer(1, 90) for name in names}
+        terms[twin] = often * terms[bad] + 10 * (at == alone)
+        late = (factor - 1) * terms[bad] - (spoiled and at == alone)
+        runs.append((terms, int(sum(terms.values()) + late)))
+    return runs
+
+
+def every_twins(spoiled):
+    """Each run but the first is once the only one that decides, with either of the two terms first."""
+    places = [(number, alone) for number in (3, 4, 5) for alone in range(1, number)]
+    return [drawn_twins(*place, spoiled, reverse) for place in places for reverse in (False, True)]
+
+
 def explanations(runs):
     found = []
     for name in runs[0][0]:
@@ -369,7 +388,7 @@ two = [({"tp": 10, "dp": 20}, 35), ({"tp": 30, "dp": 20}, 65)]
 expect_culprit(two, [({"tp": 10, "dp": 20}, 36), ({"tp": 30, "dp": 10}, 43)])
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
-expect_culprit(*(drawn_runs(draw.integer(3, 5)) for _ in range(12)))
+expect_culprit(*(drawn_runs(draw.integer(3, 5)) for _ in range(12)), *every_twins(spoiled=False))
 ### END HIDDEN TESTS
 
 # %% check="culprit-none" points=1
@@ -381,6 +400,7 @@ expect_culprit(
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 expect_culprit(*(drawn_runs(draw.integer(4, 5), wrong=2) for _ in range(8)), drawn_runs(4))
+expect_culprit(*every_twins(spoiled=True))
 expect_culprit(
     [({"a": 9, "b": 5}, 18), ({"a": 0, "b": 5}, 7)], [({"a": 9, "b": 5}, 18), ({"a": 0, "b": 5}, 5)]
 )

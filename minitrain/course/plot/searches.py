@@ -21,9 +21,9 @@ def race(rows: Sequence, *, title: str) -> Figure:
         exact = row.gap == 0
         ax.plot([left, row.share], [place, place], color=GREY, linewidth=1)
         ax.plot(row.share, place, "o" if exact else "D", color=BLUE if exact else VERMILLION, markersize=6)
-        ended = "the best" if exact else f"{row.gap:.1%} above the best"
+        ended = "" if exact else f": {row.gap:.1%} above the best"
         beside = {"textcoords": "offset points", "va": "center", "fontsize": 8, "annotation_clip": False}
-        ax.annotate(f"{row.looked_at:,} of {row.size:,}: {ended}", (right, place), (8, 0), **beside)
+        ax.annotate(f"{row.looked_at:,} of {row.size:,}{ended}", (right, place), (8, 0), **beside)
     ax.axvline(1, color=BLACK, linewidth=0.8, linestyle="--")
     style.row_labels(ax, [row.name for row in rows])
     ax.set(xscale="log", xlim=(left, right), xlabel="priced, as a share of its own space")
