@@ -1,7 +1,8 @@
 # %% [markdown]
 # # Exercises 18: offload and fragmentation
 #
-# Four tasks, 10 points, about two and a half hours. Read chapter 18 first. No GPU, nothing to download.
+# Four tasks, 10 points, about two and a half hours. Read chapter 18 first; for tasks 2 and 3 also *Chunks* and
+# *A window of layers* in its appendix 18b. No GPU, nothing to download.
 #
 # Write where a cell says `YOUR CODE HERE`, run the cell, then run the check below it. A check tells which property of your
 # answer is broken, never the result it wants. When the visible checks pass, grade yourself in a terminal:
