@@ -65,9 +65,9 @@ def drawn_table(tokens, k, experts, nowhere=0):
 
 
 def visitors(tables, num_experts):
-    """[rank][expert of that rank] -> the choices (source rank, token, choice) that visit it, by rank, then by token."""
+    """[rank][expert of that rank] -> the choices (source rank, token, choice) that visit it, the last rank first, then by token."""
     found = [[] for _ in range(num_experts)]
-    for source, table in enumerate(tables):
+    for source, table in reversed(list(enumerate(tables))):
         for token, row in enumerate(table.tolist()):
             for choice, expert in enumerate(row):
                 if expert >= 0:
@@ -121,34 +121,36 @@ def stacked(rows, width):
 # %% [markdown]
 # ## 1. The router, and experts with limited room (2 points)
 #
-# Each token goes to the k experts with the largest scores, best first; of equal scores the lower index wins. Its weights are the softmax over these k
+# Each token goes to the k experts with the largest scores, best first; of equal scores the *higher* index wins. Its weights are the softmax over these k
 # scores alone. A token where `mask` is False is padding: it goes nowhere (-1, weight 0), and takes no place.
 #
-# With a `capacity` no expert takes more tokens than that. Places are given out in this order: the first choices of all tokens, token by token, then
-# the second choices of all tokens, and so on. A choice that finds no place goes nowhere, and its weight is 0; the other weights of the token stay as
+# With a `capacity` no expert takes more tokens than that. Places are given out in this order: the first choices of all tokens, from the *last* token
+# to the first, then the second choices of all tokens in the same order, and so on. (Both rules differ from the chapter's on purpose.) A choice that finds no place goes nowhere, and its weight is 0; the other weights of the token stay as
 # they were. A choice that is dropped for one expert's lack of room is not offered to another expert.
 #
 # > **API** Tensors in, tensors out, no network. `scores` are float64, `mask` is None or a tensor of bool. Return a tuple: `experts` of
 # > int64 and `weights` of float64, both [N, k]. `x.sort(descending=True, stable=True)` keeps equal numbers in order; `torch.topk` does
 # > not promise it.
 #
-# Scores `[[3, 2, 0], [3, 0, 2], [0, 1, 1]]`, k = 2: the experts are `[[0, 1], [0, 2], [1, 2]]`. With capacity 1, expert 0 takes token 0 and has no
-# place for token 1; expert 1 takes token 2, whose first choice it is, and so has none for token 0; of two second choices expert 2 takes token 1:
-# `[[0, -1], [-1, 2], [1, -1]]`.
+# Scores `[[3, 2, 0], [3, 0, 2], [0, 1, 1]]`, k = 2: the experts are `[[0, 1], [0, 2], [2, 1]]`. With capacity 1, expert 0 takes token 1 and has no
+# place for token 0; expert 2 takes token 2, whose first choice it is, and so has none for token 1; of two second choices expert 1 takes token 2:
+# `[[-1, -1], [0, -1], [2, 1]]`.
 
 
 # %% answer="route"
 def route(scores, k, capacity=None, mask=None):
     """scores [N, E], mask None or [N] of bool -> experts [N, k] of int64, weights [N, k]."""
     ### BEGIN SOLUTION
-    experts = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    order = scores.flip(1).sort(dim=1, descending=True, stable=True).indices
+    experts = scores.shape[1] - 1 - order[:, :k]
     weights = scores.gather(1, experts).softmax(1)
     goes = torch.ones_like(experts, dtype=torch.bool)
     if mask is not None:
         goes = goes & mask[:, None]
     if capacity is not None:
         wish = torch.nn.functional.one_hot(experts.T, scores.shape[1]) * goes.T[..., None]
-        places = wish.flatten(0, 1).cumsum(0).view_as(wish)  # taken up to here, this one included
+        taken = wish.flip(1).flatten(0, 1).cumsum(0)  # up to here, this one included
+        places = taken.view_as(wish).flip(1)
         goes = goes & (places.gather(2, experts.T[..., None])[..., 0].T <= capacity)
     return experts.masked_fill(~goes, -1), weights.masked_fill(~goes, 0)
     ### END SOLUTION
@@ -157,12 +159,21 @@ def route(scores, k, capacity=None, mask=None):
 # %% judge="expect_routes"
 HINTS = {
     "the k best": "which k scores of a token are the largest, and which of them comes first?",
-    "ties": "some scores are equal; does the lower index come first for every width? Not every way of sorting keeps the order of equal ones",
+    "ties": "some scores are equal; does the higher index come first for every width? Not every way of sorting keeps the order of equal ones",
     "nobody dropped": "there is room for all, or there is no capacity",
-    "in the tokens' order": "an expert takes as many tokens as it has room for, those that come first; is the last place given away too?",
-    "first choices first": "two tokens want the last place, one as its second choice, the other as its first; who comes earlier in the batch does not matter",
+    "in the tokens' order": "an expert takes as many tokens as it has room for, those that come last; is the last place given away too?",
+    "first choices first": "two tokens want the last place, one as its second choice, the other as its first; who stands where in the batch does not matter",
     "padding takes no place": "a token that goes nowhere leaves its places to others; when is the mask looked at?",
 }
+
+
+def routed_from_the_end(scores, k, capacity, mask):
+    """The package's router on a batch turned round, experts and tokens."""
+    routing = router.top_k(scores.flip(0, 1), k, None if mask is None else mask.flip(0))
+    if capacity is not None:
+        routing = routing.within(capacity)
+    experts = routing.experts.flip(0)
+    return experts.where(experts < 0, scores.shape[1] - 1 - experts), routing.weights.flip(0)
 
 
 def expect_routes(*cases):
@@ -171,10 +182,9 @@ def expect_routes(*cases):
         property, scores, k, capacity, mask = case
         seen = f"(seen with {len(scores)} tokens, {scores.shape[1]} experts, k = {k}, capacity {capacity})"
         experts, weights = a_pair(said, "return experts and weights")
-        wanted = before = router.top_k(scores, k, mask)
-        if capacity is not None:
-            wanted = before.within(capacity)
-        shaped = experts.shape == wanted.experts.shape and experts.dtype == torch.int64
+        wanted, heavy = routed_from_the_end(scores, k, capacity, mask)
+        before, _ = routed_from_the_end(scores, k, None, mask)
+        shaped = experts.shape == wanted.shape and experts.dtype == torch.int64
         expect(shaped, "a table", f"experts are [N, k] of int64 {seen}")
         expect(
             bool(((experts >= -1) & (experts < scores.shape[1])).all()),
@@ -192,11 +202,11 @@ def expect_routes(*cases):
             "room",
             f"an expert takes more tokens than it has room for; do all choices share its places? {seen}",
         )
-        expect_equal(experts, wanted.experts, property, f"{HINTS[property]} {seen}")
-        dropped = bool((wanted.experts != before.experts).any())
+        expect_equal(experts, wanted, property, f"{HINTS[property]} {seen}")
+        dropped = bool((wanted != before).any())
         expect_equal(
             weights,
-            wanted.weights,
+            heavy,
             "weights of what was dropped" if dropped else "weights",
             f"what is left out has weight 0; does dropping change the other weights of a token? {seen}"
             if dropped
@@ -214,7 +224,7 @@ SMALL = torch.tensor([[3, 2, 0], [3, 0, 2], [0, 1, 1]]).double()  # the scores o
 
 
 # %% check="route-choice" points=1
-# The k best, of equal ones the lower first; a softmax over them; padding goes nowhere.
+# The k best, of equal ones the higher first; a softmax over them; padding goes nowhere.
 expect_routes(
     ("the k best", SMALL[:2], 2, None, None),
     ("ties", SMALL, 2, None, None),
@@ -236,7 +246,7 @@ expect_routes(
 ### END HIDDEN TESTS
 
 # %% check="route-capacity" points=1
-# No expert takes more than its capacity; first choices before second ones, then in the order of the tokens.
+# No expert takes more than its capacity; first choices before second ones, then from the last token to the first.
 expect_routes(
     ("nobody dropped", SMALL, 2, 3, None),
     ("in the tokens' order", SMALL[:, :2], 1, 1, None),
@@ -248,10 +258,10 @@ print("the visible checks pass")
 
 ### BEGIN HIDDEN TESTS
 def crowded(tokens, experts, wanted):
-    """Early tokens want an expert second, late ones first: exactly the late ones find room with capacity tokens // 2."""
+    """Late tokens want an expert second, early ones first: exactly the early ones find room with capacity tokens // 2."""
     scores = draw.real(tokens, experts).clamp(-3, 3)
     scores[:, wanted] = 10.0
-    scores[: tokens - tokens // 2, (wanted + 1) % experts] = 20.0
+    scores[tokens // 2 :, (wanted + 1) % experts] = 20.0
     return scores
 
 
@@ -259,7 +269,7 @@ tokens, few, one = 2 * draw.integer(3, 5), draw.integer(4, 6), draw.integer(0, 3
 expect_routes(
     ("nobody dropped", draw.real(7, few), 2, 7, None),
     ("in the tokens' order", draw.real(11, 3), 1, draw.integer(1, 3), None),
-    ("in the tokens' order", crowded(9, 4, 2)[5:], 1, draw.integer(1, 3), None),
+    ("in the tokens' order", crowded(9, 4, 2)[:4], 1, draw.integer(1, 3), None),
     ("first choices first", crowded(tokens, few, one), 2, tokens // 2, None),
     ("first choices first", crowded(tokens, few, one), 3, draw.integer(1, 3), None),
     ("first choices first", with_ties(12, few), 3, draw.integer(2, 6), None),
@@ -382,7 +392,7 @@ expect_costs(*cases, cost_case(popular, 3, 10**7, 2), cost_case(nobody, 6, 64, 2
 # ## 3. Tokens to their experts (1 point)
 #
 # Each choice of each token becomes a row and goes to the rank of its expert. There they lie expert by expert, for each expert by the rank they come
-# from, and for each rank in the order of its tokens; so an expert can take its rows in one piece. The function returns these rows, and for each
+# from, the *last* rank first (unlike the chapter's page), and for each rank in the order of its tokens; so an expert can take its rows in one piece. The function returns these rows, and for each
 # expert of the rank how many there are.
 #
 # A rank cannot know how many rows will come to it. So counts travel first, then exactly the rows that are wanted: nothing is padded, a choice of -1
@@ -394,7 +404,7 @@ expect_costs(*cases, cost_case(popular, 3, 10**7, 2), cost_case(nobody, 6, 64, 2
 # > x [N, D] is float64, `experts` [N, k] int64. Return a tuple: rows [R, D], counts [E/n] of int64.
 #
 # Two ranks, E = 4: rank 0 has tokens a and b with the table `[[2, 0], [3, 2]]`, rank 1 has c with `[[2, 1]]`. Rank 0 gets a, c and the counts `[1,
-# 1]`, rank 1 gets a, b, c, b and the counts `[3, 1]`.
+# 1]`, rank 1 gets c, a, b, b and the counts `[3, 1]`.
 
 
 # %% answer="there"
@@ -413,7 +423,8 @@ def there(x, experts, num_experts, group):
         send_sizes=counts.view(n, -1).sum(1).tolist(),
         receive_sizes=arriving.sum(1).tolist(),
     )
-    which = torch.arange(num_experts // n).repeat(n).repeat_interleave(arriving.flatten())
+    place = torch.arange(num_experts // n) * n + torch.arange(n).flip(0)[:, None]
+    which = place.flatten().repeat_interleave(arriving.flatten())
     return rows[which.argsort(stable=True)], arriving.sum(0)
     ### END SOLUTION
 
@@ -470,7 +481,7 @@ def expect_rows(tables, num_experts, width, xs, results, sent):
         expect(
             torch.equal(rows, wanted),
             "order of the rows",
-            f"these rows are right, but must lie by expert, then by rank, then by token; how do they lie when they have come? {seen}",
+            f"these rows are right, but must lie by expert, then by rank, the last one first, then by token; how do they lie when they have come? {seen}",
         )
         for source, _, _ in sum(experts, []):
             most[source, rank] += width * 8
@@ -507,8 +518,8 @@ expect_there(*cases, ([torch.full((3, 2), -1) for _ in range(3)], 3, 5))
 # %% [markdown]
 # ## 4. The way back, forward and backward (2 points)
 #
-# The experts have worked: rank r has results y [R, D], in the order in which its rows lay (by expert, then by rank, then by token). Each goes home to
-# the rank of its token, and there
+# The experts have worked: rank r has results y [R, D], in the order in which its rows lay (by expert, then by rank, the last one first, then by token).
+# Each goes home to the rank of its token, and there
 #
 #     out_t = Σ_j weights[t, j] · y(t, j)         y(t, j) the result of choice j of token t; a choice of -1 adds nothing
 #
@@ -519,14 +530,14 @@ expect_there(*cases, ([torch.full((3, 2), -1) for _ in range(3)], 3, 5))
 #
 # Write both passes by hand, without autograd. Counts need not travel again: `arriving` [n, E/n] says how many rows rank s had for each expert of this
 # rank. Forward sends D elements for each result that goes to another rank, backward D for each gradient, and neither sends anything else: weights
-# stay at home, and so do their gradients.
+# stay at home, and so do their gradients. A rank may have no tokens (N = 0) or no rows (R = 0); a -1 in a shape is then ambiguous, and raises.
 #
 # > **API** `collectives.all_to_all(x, group, send_sizes=.., receive_sizes=..)`, as in task 3. `y`, `weights` and `dout` are float64, `experts`
 # > and `arriving` int64. `back` returns (out [N, D], kept), with `kept` a list of tensors of any dtype, which `back_backward` gets as it
 # > is; it returns (dy [R, D], dweights [N, k]). Autograd is switched off. `tensor.tolist()` makes the sizes.
 #
 # Two ranks, E = 2, D = 1: rank 0 has one token with experts `[[1, 0]]` and weights `[[0.5, 2]]`, rank 1 one with `[[1, -1]]` and `[[3, 0]]`. With y =
-# `[[10]]` on rank 0 and `[[4], [5]]` on rank 1, out is `[[22]]` and `[[15]]`. With dout = 1 on both ranks dy is `[[2]]` and `[[0.5], [3]]`, dweights
+# `[[10]]` on rank 0 and `[[5], [4]]` on rank 1, out is `[[22]]` and `[[15]]`. With dout = 1 on both ranks dy is `[[2]]` and `[[3], [0.5]]`, dweights
 # `[[4, 10]]` and `[[5, 0]]`.
 
 
@@ -535,7 +546,8 @@ def back(y, experts, weights, arriving, group):
     """y [R, D] of this rank's experts; experts and weights [N, k] of its tokens; arriving [n, E/n] -> out [N, D], kept."""
     ### BEGIN SOLUTION
     n, here = arriving.shape
-    which = torch.arange(here).repeat(n).repeat_interleave(arriving.flatten())
+    place = torch.arange(here) * n + torch.arange(n).flip(0)[:, None]
+    which = place.flatten().repeat_interleave(arriving.flatten())
     turn = which.argsort(stable=True)  # from the order of arrival to that of y
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)
@@ -895,9 +907,9 @@ expect_two_levels(*cases, (alone, 8, 2, 16), (nobody, *rest, 16), inside=True)
 # %% [markdown]
 # ## 6. One loss, and sums over the right ranks (2 points)
 #
-# The batch is the tokens of all ranks and of all their microbatches. The balance loss of Switch, over the whole batch,
+# The batch is the tokens of all ranks and of all their microbatches. A balance loss like that of Switch, but 0 when all experts are equally busy,
 #
-#     loss = α · E · Σ_e f_e · P_e        f_e  the share of expert e in all choices of the batch, a number: no gradient flows through it
+#     loss = α · Σ_e (E f_e - 1) · P_e    f_e  the share of expert e in all choices of the batch, a number: no gradient flows through it
 #                                         P_e  the mean of the probability of e over the tokens of the batch; the router learns through it
 #
 # is not a sum over microbatches: f_e needs all of them. But once all ranks know f_e and the number of tokens, each microbatch has a share in the
@@ -915,8 +927,8 @@ expect_two_levels(*cases, (alone, 8, 2, 16), (nobody, *rest, 16), inside=True)
 # > microbatch, with their graph. `sum_gradients` gets a dict of tensors and three groups; what it leaves is said in its docstring.
 #
 # E = 2, α = 1, two ranks with one microbatch each. Rank 0 has two tokens, both with expert 0 and probabilities (¾, ¼); rank 1 has one, with expert 1
-# and (¼, ¾). f is (⅔, ⅓), there are 3 tokens. The shares are 2·(⅔·3/2 + ⅓·1/2)/3 = 7/9 and 2·(⅔·¼ + ⅓·¾)/3 = 5/18. Their sum is 19/18; each rank's
-# own loss is 3/2, and so is the mean of the two.
+# and (¼, ¾). f is (⅔, ⅓), there are 3 tokens. The shares are (⅓·3/2 - ⅓·1/2)/3 = 1/9 and (⅓·¼ - ⅓·¾)/3 = -1/18. Their sum is 1/18; each rank's
+# own loss is 1/2, and so is the mean of the two.
 
 
 # %% answer="one_loss"
@@ -928,8 +940,8 @@ def balance_losses(probs, experts, alpha, group):
     tokens = sum((table >= 0).any(1).sum() for table in experts)
     total = collectives.all_reduce(torch.cat([counts, tokens[None]]), group)
     counts, tokens = total[:-1], total[-1]
-    shares = counts / counts.sum().to(probs[0].dtype)
-    return [alpha * num_experts * (shares * p.sum(0)).sum() / tokens for p in probs]
+    excess = num_experts * counts / counts.sum().to(probs[0].dtype) - 1
+    return [alpha * (excess * p.sum(0)).sum() / tokens for p in probs]
     ### END SOLUTION
 
 
@@ -1002,6 +1014,7 @@ def expect_shares(batch, alpha, near, results, sent):
     leaves = [[probs.clone().requires_grad_() for probs, _ in own] for own in batch]
     probs, experts = torch.cat(sum(leaves, [])), torch.cat([e for own in batch for _, e in own])
     whole = router.balance_loss(router.Routing(experts, torch.zeros(()), probs), alpha)
+    whole = whole - alpha * probs.sum() / (experts >= 0).any(1).sum()
     whole.backward()
     said = [result["shares"] for result in results]
     expect(

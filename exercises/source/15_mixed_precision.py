@@ -436,8 +436,16 @@ def many_steps(weight, update, seed, steps, group):
     return [add_by_chance(weight.clone(), update.clone(), seed, s, group) for s in range(steps)]
 
 
+def at_pairs(weight, update, pairs, group):
+    """Of each (seed, step)."""
+    return [add_by_chance(weight.clone(), update.clone(), *pair, group) for pair in pairs]
+
+
 # %% judge="expect_by_chance"
 STEPS = 8
+# what a seed may be multiplied with before a step is added: then two pairs of seed and step draw alike
+STRIDES = (1, 2, 3, 7, 10, 16, 31, 32, 64, 97, 100, 101, 128, 256, 257, 512, 997, 1000, 1001, 1009)
+STRIDES += (1024, 4096, 8192, 9973, 10_000, 16_384, 32_768, 65_521, 65_535)
 
 
 def expect_by_chance(ranks, each, negative):
@@ -487,6 +495,13 @@ def expect_by_chance(ranks, each, negative):
         (said,) = run_on_ranks(many_steps, [other]).results
         same = [torch.equal(a, b) for a in outcome.results[0] for b in said]
         expect(not any(same), "new draws for each seed", "another seed, and the same draws")
+    one, at = draw.integer(2, 40), draw.integer(0, 14)
+    pairs = {(one, at + stride) for stride in STRIDES if at + stride < 2**16} | {(one + 1, at)}
+    pairs |= {(one ^ 1, (at + 5) ^ 1), (one, at + 5), (at + 50, one), (one, at + 50)}
+    (said,) = run_on_ranks(at_pairs, [(weight.bfloat16(), update, sorted(pairs))]).results
+    different = {bytes(each.view(torch.uint8).tolist()) for each in said}
+    hint = "two pairs of seed and step draw alike; do they become one number, and is it another one for each pair?"
+    expect(len(said) == len(different) == len(pairs), "new draws for each seed", hint)
 
 
 # %% check="chance-sums" points=1

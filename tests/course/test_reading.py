@@ -28,7 +28,7 @@ NOT_ASKED = dict(zip(("00", "01", "02", "04", "07", "09"), (1, 1, 3, 2, 3, 2)))
 NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 1, 3, 7, 2, 4)))
 # Core paths of more than an hour: these numbers only get smaller.
 LONGER = dict(zip(("09",), (115,)))
-LONGER |= dict(zip(("10", "11", "12", "13", "15"), (90, 105, 115, 90, 150)))
+LONGER |= dict(zip(("10", "11", "12"), (90, 105, 115)))
 LONGER |= dict(zip(("17", "19", "22"), (85, 115, 80)))
 # Chapters whose core path still reads a name that only an optional section binds: this only gets shorter.
 BORROWS = "10 11 12 17 22".split()

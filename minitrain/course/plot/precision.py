@@ -83,13 +83,13 @@ def gaps(of: Series, *, title: str, xlabel: str) -> Figure:
     if not all(map(len, of.values())):
         raise ValueError(f"{', '.join(name for name in of if not len(of[name]))}: no gap; give one per seed")
     figure, ax = style.canvas(height=0.9 + 0.27 * len(of))
+    ax.use_sticky_edges = False
     ax.axvline(0, color=GREY, linewidth=1)
     for y, xs in enumerate(of.values()):
         ax.barh(y, max(xs) - min(xs), left=min(xs), height=0.55, color=style.blend(SKY, "white", 0.5))
         ax.plot(xs, [y] * len(xs), "o", color=style.BLUE, markersize=4)
     style.row_labels(ax, list(of))
     ax.set_xlabel(xlabel)
-    ax.use_sticky_edges = False
     ax.grid(axis="y", visible=False)
     return style.finished(figure, title)
 
