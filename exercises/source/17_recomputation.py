@@ -44,13 +44,13 @@ def fetched(outcome, rank=0):
 
 
 # %% [markdown]
-# ## 1. Run it again, with the same dice (2 points)
+# ## 1. Run it again, with the same random numbers (2 points)
 #
 # `run(x, generator)` is a layer. It draws its dropout mask from the generator, and it has parameters that it does not tell you. `recomputed` returns
 # what `run` returns, and until the backward pass it keeps x and nothing else of any size. In the backward pass the layer is run once more, and:
 #
 # - The gradients of x and of the parameters are those of one run, to the bit. So the second run must draw the same mask.
-# - Nobody else notices that there was a second run. Whoever draws from the generator after the backward pass gets what they would have got.
+# - Other code does not notice the second run: numbers drawn from the generator after the backward pass are those of one run.
 # - A layer runs once in the forward pass and once in the backward pass, when its gradient has come, not earlier.
 #
 # x requires a gradient. Write a `torch.autograd.Function`, or hooks for saved tensors; a generator has `get_state()` and `set_state(state)`.
@@ -703,8 +703,8 @@ expect_cheapest_plans(pairs, [least(*pair) for pair in pairs], "the smallest cos
 # Five rules. R[t][t] is 1. R[t][v] is 0 for v > t, and S[t][v] is 0 for v >= t. What is computed in stage t has each of its inputs computed in stage t, too, or there
 # when the stage began. What is there when stage t begins was computed in stage t-1, or was there when that began. And memory: a result is in memory from the
 # beginning of the stage if S says so, else from the moment in which it is computed. It leaves right after the last computation of this stage
-# that reads it (its own, if none does and it was computed here), unless the next stage gets it. What was there at the beginning, is read by
-# nobody and handed on to nobody leaves at the stage's end. A node that is computed again though it is there already takes no second place.
+# that reads it (its own, if none does and it was computed here), unless the next stage gets it. What was there at the beginning, is not
+# read and not handed on leaves at the stage's end. A node that is computed again though it is there already takes no second place.
 #
 # `stage_bytes` returns the largest memory of each stage while a node is computed, its own result included, or None if one of the first four rules is broken.
 # `cheapest` returns R and S with the smallest sum of R·costs of all that stay within the budget in every stage, or None if there is none. Graphs
@@ -1031,8 +1031,8 @@ for case, said in zip(cases, ask_each(cheapest, cases), strict=True):
 # %% [markdown]
 # ## 5. Decide while it runs (2 points)
 #
-# Nobody knows the graph beforehand. Operators are called one after the other; when memory is full, results are evicted, and when somebody reads a
-# result that is gone, it is computed again. `ops[v] = (inputs, bytes, cost)` are the operators. A program is a list of `("call", v)` and
+# The graph is not known beforehand. Operators are called one after the other; when memory is full, results are evicted, and when a result that
+# is gone is read, it is computed again. `ops[v] = (inputs, bytes, cost)` are the operators. A program is a list of `("call", v)` and
 # `("drop", v)`. You return what happens, in order, as a list of `("run", v)` and `("evict", v)`.
 #
 # - **call v.** Inputs that are not there are made anew first, in the order of the list, each in the same way as v itself, its own inputs first. Then,

@@ -338,7 +338,7 @@ expect_flips_found([4, 9], [draw.integer(2, 9) for _ in range(3)])
 # > **API** A pure function of `int`s: `reads(shape, dim, tp, dp, n, r)` gets shape as a list of two and returns a list of lists of four `int`s,
 # > which may be empty.
 #
-# As few reads as possible, none empty: what lies one behind the other in a file and in the part is one read. No element of padding is read. F · D is up
+# As few reads as possible, none empty: what is contiguous in a file and in the part is one read. No element of padding is read. F · D is up
 # to 10^12: there is no room for a list of the elements.
 
 
@@ -427,7 +427,7 @@ def expect_reads(*cases):
             i == 0 or places[x] != (places[wanted[i - 1]][0], places[wanted[i - 1]][1] + 1)
             for i, x in enumerate(wanted)
         )
-        hint = f"what lies one behind the other in a file is one read {seen}"
+        hint = f"what is contiguous in a file is one read {seen}"
         expect(len(said) == runs, "as few reads as possible", hint)
 
 
@@ -564,10 +564,10 @@ expect_reads(
 ### END HIDDEN TESTS
 
 # %% [markdown]
-# ## 3. A snapshot beside training (2 points)
+# ## 3. A snapshot during training (2 points)
 #
-# Forward and backward change no parameter, so a snapshot can be copied beside them: a few elements here, a few there, whenever there is room. Only the
-# update must not overtake it.
+# Forward and backward change no parameter, so a snapshot can be copied meanwhile, a few elements at a time. Only the update must
+# not overtake it.
 #
 # - `begin()` says: the state of now is wanted. It copies nothing.
 # - `copy(most)` copies as many elements as are left, at most `most`, tensor by tensor in the order of the list, and says how many that were.

@@ -27,11 +27,9 @@ COST = re.compile(r"\b(bytes|sent|[KMG]B|ms|makespan|peak|held|overhead|bubble|p
 NOT_ASKED = dict(zip(("00", "01", "02", "04", "07", "09"), (1, 1, 3, 2, 3, 2)))
 NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 1, 3, 7, 2, 4)))
 # Core paths of more than an hour: these numbers only get smaller.
-LONGER = dict(zip(("09",), (115,)))
-LONGER |= dict(zip(("10", "11", "12"), (90, 105, 115)))
-LONGER |= dict(zip(("17", "19", "22"), (85, 115, 80)))
+LONGER = {}
 # Chapters whose core path still reads a name that only an optional section binds: this only gets shorter.
-BORROWS = "10 11 12 17 22".split()
+BORROWS = "".split()
 PER_UNIT = re.compile(
     r"\b(bytes?|bits?|numbers?|FLOPs?|messages?|tokens?|stages?|elements?|microbatch(?:es)?|[GMK]B)"
     r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row"

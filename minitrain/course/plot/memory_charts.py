@@ -125,7 +125,8 @@ def pareto(
             spot = ax.scatter([a], [b], s=140, marker=marker, label=name, **ring)
             handles += [spot] * crowded
         if not crowded:
-            ax.annotate(name, (a, b), (3, 4), textcoords="offset points", fontsize=7, rotation=20)
+            below = dict(textcoords="offset points", fontsize=7, ha="right", va="top")  # where no choice is
+            ax.annotate(name, (a, b), (-4, -3), **below)
     if crowded:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
