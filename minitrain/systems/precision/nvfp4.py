@@ -10,7 +10,7 @@ and the product stays what it was. Weights and activations round to nearest. q(R
 forward has read, not from its codes. Saved for backward: both codes of x, 2 x 4.5 bits per number. Sends
 nothing; every rank scales by its own tensors, so another layout is another rounding. The report also keeps
 about 15 % of the linear layers in 16 bits, most of them in the last blocks: here whoever calls `swap` leaves
-them out. NVIDIA 2025, arXiv:2509.25149, section 4 and its appendices; Tseng et al. 2024 (QuIP#, random signs
+them out. NVIDIA 2025, arXiv:2509.25149, training methodology; Tseng et al. 2024 (QuIP#, random signs
 before a Hadamard matrix), arXiv:2402.04396. Differs: emulated; the draws are a function of the largest
 gradient, so recomputation repeats them; not one of Strategy's products, whose `nvfp4` is 1 x 16 to nearest.
 """
