@@ -5,6 +5,7 @@ one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one fo
 `--compare` reads such a file and predicts it beside the best (systems/plan/emit).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from minitrain.systems.plan.emit.training_job import EXPERTS, MODEL, Job
 EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
 HEAD += ("step", "MFU", "memory", "most time goes to")
+OTHERS, FRONT = ("megatron-2023", "overlapped", "megascale"), 10  # stacks that are tried too; rows shown
 
 
 def plan(
@@ -32,7 +34,7 @@ def plan(
     ranks: Annotated[int, Option(help="devices in all")] = 512,
     batch: Annotated[int, Option(help="sequences of a step, on all ranks together")] = 1024,
     length: Annotated[int, Option(help="tokens in a sequence")] = 8192,
-    stack: Annotated[str, Option(help=f"what the software overlaps: {', '.join(STACKS)}")] = "megatron-2023",
+    stack: Annotated[str, Option(help=f"what the software overlaps: {', '.join(STACKS)}")] = "overlapped",
     precision: Annotated[str, Option(help="which number has how many bits")] = "bfloat16_main_grads",
     room: Annotated[float, Option(help="share of a device's memory that may be filled")] = 0.9,
     top: Annotated[int, Option(help="how many layouts to show")] = 5,
@@ -54,31 +56,42 @@ def plan(
         raise ValueError(f"out={out} without --emit; say for which system: {', '.join(EMIT)}")
     of, on = known(presets, model=model), known(MACHINES, machine=machine)
     task = Task(of, on, ranks, batch, length, known(STACKS, stack=stack), precision, room)
-    theirs = task.run(read(compare, task).strategy) if compare else None
+    job, rest = read(compare, task) if compare else (None, {})
+    theirs = job and task.run(job.strategy)
     from tqdm import tqdm
 
     from minitrain.compose.dry_runs import work_of
 
     fits = search(task, work_of, progress=lambda each: tqdm(each, leave=False, disable=None))
     best = fits[0]
-    said = f"{batch} x {length} tokens per step, stack {stack}"
-    echo(f"{model} on {ranks} x {task.machine.device.name}, {said}\n")
+    said = f"{batch} x {length} tokens per step"
+    echo(f"{model} on {ranks} x {task.machine.device.name}, {said}; stack {task.stack}\n")
     echo(table(fits[:top]))
-    echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB\n")
+    speed, days = batch * length / best.step_s, best.step_s / (batch * length) * 1e12 / 86400
+    said = f"1: {speed / ranks:,.0f} tokens/s per device, {days:,.1f} days per 1e12 tokens"
+    echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB; {said}\n")
+    for limit in best.limits:
+        echo(f"Not modelled: {limit}")
+    for other in OTHERS:
+        winner = best if other == stack else search(replace(task, stack=STACKS[other]), work_of)[0]
+        if winner.run.strategy != best.run.strategy:
+            echo(f"With stack {other} the fastest is another: MFU {winner.mfu:.1%}, {winner.run.strategy}")
     kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in best.memory.items() if size)
     echo(f"Memory of 1 in GB on the fullest rank: {kinds}\n")
     for number, other in enumerate(fits[1 : top if explain else 2], start=2):
         echo(f"{number} is {other.step_s / best.step_s - 1:.1%} slower than 1: {reasons(best, other)}")
     if theirs:
         echo(f"\n{compare} beside 1:\n{table([theirs := predict(theirs, work_of)])}")
+        if rest:
+            echo(f"not compared, for no plan says it (what overlaps is said by --stack): {', '.join(rest)}")
         echo(f"{theirs.step_s / best.step_s - 1:+.1%} of 1: {reasons(best, theirs)}")
-        if (short := needs(theirs) - task.room_bytes) > 0:
-            echo(f"it does not fit: {short / 1e9:.1f} GB more than {room:.0%} of the device")
+        if (missing := needs(theirs) - task.room_bytes) > 0:
+            echo(f"it does not fit: {missing / 1e9:.1f} GB more than {room:.0%} of the device")
     if explain:
         spent = sorted(best.parts.items(), key=lambda item: -item[1])
         rows = [(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s]
         echo(f"\nWhere the time of 1 goes:\n{aligned(rows)}")
-        echo(f"\nFaster ones need more memory:\n{table(pareto(fits))}")
+        echo(f"\nFaster ones need more memory:\n{table(pareto(fits)[:FRONT])}")
     if writer:
         echo()
         write(fits, writer, out)
@@ -89,7 +102,7 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
     refused = ""
     for number, one in enumerate(best, start=1):
         job = Job(one.run.strategy, one.run.model, one.run.batch, one.run.length)
-        node = (one.run.machine.devices_per_node,) if writer is megatron else ()
+        node = (one.run.machine.devices_per_node, one.run.stack) if writer is megatron else ()
         try:
             written = writer.write(job, *node)
             break
@@ -109,26 +122,27 @@ def write(best: list[Prediction], writer, out: Path | None) -> None:
     echo(text, nl=False)
 
 
-def read(path: Path, task: Task) -> Job:
-    """What another system's file says, of the task's model: its kind is known by its text."""
+def read(path: Path, task: Task) -> tuple[Job, dict]:
+    """What another system's file says, of the task's model, and its options that no plan says. Its kind is
+    known by its text."""
     if not path.is_file():
         raise ValueError(f"compare={path}: no such file; give a plan.json, a configuration or a command")
-    text, model = path.read_text(errors="replace"), task.model
+    text, model, rest = path.read_text(errors="replace"), task.model, {}
     sizes = {name: getattr(model, name) for name in MODEL}
     sizes |= {name: getattr(model.experts, name) for name in EXPERTS} if model.experts else {}
     if path.suffix == ".toml":
-        job, _ = torchtitan.read(text, sizes)
+        job, rest = torchtitan.read(text, sizes)
     elif not text.lstrip().startswith("{"):
-        job, _ = megatron.read(text)
+        job, rest = megatron.read(text)
     elif '"format"' in text:
         job = training_job.read(text)
     else:
-        job, _ = deepspeed.read(text, sizes | {"length": task.length})
+        job, rest = deepspeed.read(text, sizes | {"length": task.length})
     said = "{1} ranks, {2} rows of {3} tokens, {0.num_layers} x {0.d_model}, {0.num_heads} heads"
     found = said.format(job.model, job.strategy.ranks, job.rows, job.length)
     if found != (wanted := said.format(model, task.ranks, task.batch, task.length)):
         raise ValueError(f"{path} is for {found}, this plan for {wanted}; ask for the same")
-    return job
+    return job, rest
 
 
 def table(predictions: list[Prediction]) -> str:

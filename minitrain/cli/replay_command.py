@@ -10,6 +10,8 @@ from typer import Argument, Option, echo
 from minitrain.model.config import GPTConfig, meant, presets
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
+from minitrain.plan.predict.rates import calibrated
+from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES, Machine
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints
@@ -42,17 +44,19 @@ def replay(
     batch: Annotated[int | None, Option(help="rows of the global batch; else as few as can be")] = None,
     length: Annotated[int | None, Option(help="tokens of a row; else 8192, or all there are")] = None,
     fused_optimizer: Annotated[bool, Option(help="an update is one kernel per tensor")] = True,
-    compute_efficiency: Annotated[float, Option(help="share of a datasheet's FLOP/s that is reached")] = 0.7,
-    memory_efficiency: Annotated[float, Option(help="likewise of the memory's bandwidth")] = 0.9,
-    network_efficiency: Annotated[float, Option(help="likewise of the links'")] = 0.8,
+    compute_efficiency: Annotated[
+        float | None, Option(help="share of a datasheet's FLOP/s; else as calibrated")
+    ] = None,
+    memory_efficiency: Annotated[float | None, Option(help="likewise of the memory's bandwidth")] = None,
+    network_efficiency: Annotated[float | None, Option(help="likewise of the links'")] = None,
     trace: Annotated[Path | None, Option(help="write a trace for ui.perfetto.dev here")] = None,
     **values,
 ) -> None:
     """What a training step of a published model takes on a described machine: dry run, then replay.
 
     The flags of a strategy are those of `minitrain train`. Where nothing else is said: bfloat16, ZeRO-3, or
-    with a pipeline ZeRO-1 and four microbatches per stage. The efficiencies are assumptions: of the network,
-    0.8 is what NCCL counts on; products and memory passes of good kernels come near 0.7 and 0.9.
+    with a pipeline ZeRO-1 and four microbatches per stage. Rates are shares of the datasheet's: those that
+    published runs on such a device reach (plan/predict/rates.py).
 
     \b
     minitrain replay llama3-8b
@@ -60,7 +64,9 @@ def replay(
     minitrain replay mixtral-8x7b --ranks 64 --ep 8 --machine h200"""
     config = known(presets, preset=model)
     shares = dict(compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency)
-    target = replace(known(MACHINES, machine=machine), **shares, network_efficiency=network_efficiency)
+    given = shares | dict(network_efficiency=network_efficiency)
+    target = calibrated(known(MACHINES, machine=machine), STACKS["overlapped"])
+    target = replace(target, **{name: share for name, share in given.items() if share is not None})
     strategy = strategy_for(chosen(Strategy, values), ranks)
     hyper = step_for(config, strategy, batch, length)
     writable(trace=trace)
@@ -77,6 +83,8 @@ def replay(
     echo(timeline.table())
     echo(f"\n{memory(ledgers, target)}")
     echo(utilisation(timeline, config, strategy, hyper, target))
+    if strategy.products != "plain":
+        echo("casts run operator by operator, as in eager PyTorch; `minitrain plan` fuses them")
     if trace:
         echo(f"trace in {timeline.to_chrome_trace(trace)}")
 
@@ -126,5 +134,4 @@ def utilisation(timeline, config, strategy: Strategy, hyper: Hyperparameters, ta
     tokens, dtype = hyper.batch_size * hyper.length, rate_for(target, strategy) or strategy.policy.activations
     share = timeline.mfu(tokens * flops_per_token(config, hyper.length) / strategy.ranks, dtype)
     rate = f"{tokens / timeline.step_s / strategy.ranks:,.0f} tokens/s per device"
-    reached = f"products at {target.compute_efficiency:.0%} of the datasheet"
-    return f"MFU {share:.1%} ({reached}; a causal attention counted as a triangle), {rate}"
+    return f"MFU {share:.1%} ({target.said}; a causal attention counted as a triangle), {rate}"

@@ -16,9 +16,9 @@ from math import log
 
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.rates import START, Rates
-from minitrain.plan.predict.training_run import Published
 from minitrain.plan.predict.work import WorkOf
 from minitrain.ranks.checks import require_nonnegative, require_positive
+from minitrain.systems.plan.published import Published
 
 SHARES = tuple(field.name for field in fields(Rates) if field.type is float)
 LEAST = 0.05

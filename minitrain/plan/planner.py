@@ -4,8 +4,6 @@
     best, second, *_ = search(task, work_of)          Predictions: .run.strategy .step_s .mfu .memory .parts
     why(best, second)                                 where the second loses its time
     pareto(search(task, work_of))                     those that are slower need less memory
-    least_ranks(7 * 10**9, 32e9, stage=3)             4: 16 bytes per parameter are 112 GB, 28 on each of four
-    race([task, other], tokens=1e9, work_of=work_of)  which fleet has seen all tokens first
 
 `layouts` are sizes of tp, pp, cp and dp, and for each: rows of a microbatch, stage of ZeRO, schedule, what is
 computed again. One fits if its predicted bytes are at most `room` of the device's memory: the rest is for a
@@ -15,13 +13,10 @@ CUDA context, NCCL's buffers, holes. All are predicted; systems/plan/search look
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from math import ceil, inf
-from typing import NamedTuple
 
 from minitrain.model.config import GPTConfig, divisors
-from minitrain.plan.accounting import zero_bytes
 from minitrain.plan.predict.predicted_step import Prediction, predict
-from minitrain.plan.predict.rates import RATES, Rates
+from minitrain.plan.predict.rates import Rates
 from minitrain.plan.predict.training_run import STACKS, Stack, TrainingRun
 from minitrain.plan.predict.work import WorkOf
 from minitrain.plan.simulate.machines import Machine
@@ -31,7 +26,7 @@ from minitrain.ranks.checks import require_fractions, require_one_of, require_po
 
 LEAST_TOKENS = 2048  # of a row on a rank of cp: with fewer, what travels is not hidden
 MOST_ROWS = 8  # of a microbatch
-MOST_CHUNKS = 8  # stages of a rank
+MOST_CHUNKS = 12  # stages of a rank
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -42,7 +37,7 @@ class Task:  # what is to be trained, on what; `batch` rows of `length` tokens p
     ranks: int
     batch: int
     length: int
-    stack: Stack = STACKS["megatron-2023"]
+    stack: Stack = STACKS["overlapped"]
     precision: str = "bfloat16_main_grads"
     room: float = 0.9  # of a device's memory
 
@@ -76,16 +71,21 @@ def layouts(task: Task) -> Iterator[Strategy]:
                     continue
                 sizes = dict(dp=dp, pp=pp, cp=cp, tp=tp, sequence_parallel=tp > 1)
                 sizes |= dict(core="gathered") if cp > 1 else {}
-                one = Strategy(**sizes)
-                try:
-                    one.check(model, ranks)
-                    one.check_batch(model, task.batch, task.length)
-                except ValueError:  # heads, hidden units, latents, tokens that tp does not divide
-                    continue
-                yield from _with_settings(task, sizes)
+                if possible(task, sizes):
+                    yield from filter(None, (possible(task, sizes | more) for more in _settings(task, sizes)))
 
 
-def _with_settings(task: Task, sizes: dict) -> Iterator[Strategy]:
+def possible(task: Task, sizes: dict) -> Strategy | None:
+    """None where tp does not divide heads, hidden units or tokens, or settings do not go together."""
+    try:
+        strategy = Strategy(**sizes).check(task.model, task.ranks)
+        strategy.check_batch(task.model, task.batch, task.length)
+    except ValueError:
+        return None
+    return strategy
+
+
+def _settings(task: Task, sizes: dict) -> Iterator[dict]:
     pp, shared = sizes["pp"], sizes["dp"] * sizes["cp"]
     rows = task.batch // sizes["dp"]
     counts = [rows // b for b in divisors(rows) if b <= MOST_ROWS]
@@ -95,22 +95,22 @@ def _with_settings(task: Task, sizes: dict) -> Iterator[Strategy]:
     again = [one for one in RECOMPUTE if one != "selective" or not task.stack.flash]
     stages = [0] if shared == 1 else [0, 1, 3] if pp > 1 else [0, 1, 2, 3]
     for ep, recompute, zero, how, m in product(over, again, stages, schedules(task.model, pp), counts):
-        more = dict(zip(("schedule", "chunks"), how), zero=zero, recompute=recompute, ep=ep)
-        if more["schedule"] != "interleaved" or m % pp == 0:
-            yield Strategy(**sizes, **more, precision=task.precision, microbatches=m)
+        if how[0] != "interleaved" or m % pp == 0:
+            more = dict(zip(("schedule", "chunks"), how), precision=task.precision, microbatches=m)
+            yield more | dict(zero=zero, recompute=recompute, ep=ep)
 
 
 def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
     """(schedule, stages of a rank) worth a look for so many ranks of a pipeline."""
     if pp == 1:
         return [("1f1b", 1)]
-    per_rank, rest = divmod(model.num_layers, pp)
-    chunks = [v for v in divisors(per_rank) if 1 < v <= MOST_CHUNKS] if not rest else []
+    layers = model.num_layers, model.num_layers + 2  # embedding and head for layers of their own
+    chunks = [v for v in range(2, MOST_CHUNKS + 1) if any(n % (pp * v) == 0 for n in layers)]
     return [("1f1b", 1), ("zb_h1", 1), *(("interleaved", v) for v in chunks)]
 
 
 def search(
-    task: Task, work_of: WorkOf, rates: Rates = RATES, progress: Callable[[Iterable], Iterable] = iter
+    task: Task, work_of: WorkOf, rates: Rates | None = None, progress: Callable[[Iterable], Iterable] = iter
 ) -> list[Prediction]:
     """All that fit, the fastest and smallest first. ValueError if none divides, or none fits: by how much."""
     every = [predict(task.run(strategy), work_of, rates) for strategy in progress(list(layouts(task)))]
@@ -147,33 +147,3 @@ def why(best: Prediction, other: Prediction, most: int = 3) -> list[tuple[str, f
     differences = {part: other.parts[part] - best.parts[part] for part in best.parts}
     ordered = sorted(differences.items(), key=lambda item: -abs(item[1]))
     return [(part, seconds) for part, seconds in ordered[:most] if seconds]
-
-
-def least_ranks(parameters: int, memory_bytes: float, stage: int = 3) -> int | None:
-    """The fewest ranks on which the model's states fit with that stage of ZeRO; None: no number of them, for
-    what a stage does not cut is too large. Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1."""
-    require_positive(memory_bytes=memory_bytes)
-    all_of_it = zero_bytes(parameters, 1, stage)
-    cut = 2 * (all_of_it - zero_bytes(parameters, 2, stage))
-    room = memory_bytes - (all_of_it - cut)
-    if all_of_it <= memory_bytes:
-        return 1
-    return ceil(cut / room) if cut and room > 0 else None
-
-
-class Finish(NamedTuple):
-    task: Task
-    best: Prediction | None  # None: no layout fits
-    seconds: float  # for all tokens
-
-
-def race(tasks: Iterable[Task], tokens: float, work_of: WorkOf, rates: Rates = RATES) -> list[Finish]:
-    require_positive(tokens=tokens)
-    found = []
-    for task in tasks:
-        try:
-            best = search(task, work_of, rates)[0]
-            found.append(Finish(task, best, best.step_s * tokens / (task.batch * task.length)))
-        except ValueError:
-            found.append(Finish(task, None, inf))
-    return sorted(found, key=lambda one: one.seconds)

@@ -150,8 +150,22 @@ def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) ->
         if all(size % 16 == 0 for size in (*b.shape, a.codes.numel() // a.shape[-1])) and a.codes.numel():
             return by_kernel(a, b, dtype)
     exact = torch.promote_types(dtype, torch.float32)
+    if both:
+        collectives.announce("kernel", kernel_of(a, b, dtype))  # an account has what it would be
     left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
-    return (left @ right.mT).to(dtype)
+    y = (left @ right.mT).to(dtype)
+    if both:
+        collectives.announce("kernel", None)
+    return y
+
+
+def kernel_of(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple:
+    """As one kernel, which reads codes and scales and writes `dtype`: the values of a `Compute`."""
+    batch, k = b.shape[:-2].numel(), a.shape[-1]
+    m, n, f = a.shape[:-1].numel() // max(batch, 1), b.shape[-2], a.blocks.format
+    name, written = f"{'int' if f.integer else 'float'}{f.bits}", batch * m * n * dtype.itemsize
+    read = a.nbytes + b.nbytes
+    return "scaled_mm", 2 * batch * m * n * k, read + written, "", name, (batch, m, n, k), written
 
 
 def has_kernel(device: torch.device) -> bool:

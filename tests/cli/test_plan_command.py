@@ -65,13 +65,35 @@ def test_what_no_layout_can_say_is_one_line():
 
 def test_without_a_file_the_text_is_printed():
     said = plan("--emit", "minitrain")
-    assert said.startswith("small on 2 x A100 SXM 80GB, 4 x 64 tokens per step, stack megatron-2023\n\n")
+    assert said.startswith(
+        "small on 2 x A100 SXM 80GB, 4 x 64 tokens per step; stack overlapped (overlaps dp and pp; kernels fused)\n\n"
+    )
     assert len(re.findall(r"^[1-9] +\d", said, re.M)) == 5, "five, unless told"
-    assert "; room for 72 GB\n" in said and "2 is " in said and "3 is " not in said
+    assert "; room for 72 GB; 1: " in said and "2 is " in said and "3 is " not in said
     job = training_job.read(said[said.index("{") :])
     assert (job.rows, job.length, job.strategy.ranks) == (4, 64, 2)
     said = plan("--emit", "megatron")
     assert megatron.read(said[said.index("torchrun") :])[0].strategy.ranks == 2
+
+
+SIXTEEN = "--model small --machine h100 --ranks 16 --batch 16 --length 256".split()
+
+
+def test_flags_are_those_of_the_stack_and_what_else_is_needed_is_said(tmp_path):
+    said = invoke("plan", *SIXTEEN, "--emit", "megatron").output
+    assert "--overlap-grad-reduce" in said and "--train-iters" in said
+    waits = invoke("plan", *SIXTEEN, "--emit", "megatron", "--stack", "megatron-2023").output
+    assert "--overlap-grad-reduce" not in waits
+    assert "With stack overlapped the fastest is another" in waits
+    assert "tokens/s per device" in waits and "days per 1e12 tokens" in waits
+    invoke("plan", *SIXTEEN, "--emit", "megatron", "--out", file := tmp_path / "run.sh")
+    compared = invoke("plan", *SIXTEEN, "--compare", file).output
+    assert re.search(r"not compared, .* --overlap-grad-reduce", compared), compared
+
+
+def test_layouts_that_cannot_be_do_not_end_the_search():
+    said = plan("--precision", "fp8_lm")
+    assert set(re.findall(r"^\d(?: +\d+){5} +(\d)", said, re.M)) <= {"0", "1"}
 
 
 def test_a_plan_is_trained(tmp_path, capfd):

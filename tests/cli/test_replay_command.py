@@ -73,7 +73,7 @@ def test_the_utilisation_is_of_a_device_and_of_the_dtype_that_is_computed_in():
     target = replace(machine("v100"), compute_efficiency=0.7)
     said = utilisation(timeline, *given, target)
     assert said == (
-        "MFU 45.6% (products at 70% of the datasheet; a causal attention counted as a triangle), "
+        "MFU 45.6% (v100, FLOPs 70 % of its datasheet; a causal attention counted as a triangle), "
         "25 tokens/s per device"
     )
     utilisation(timeline, *given, machine("h100"))

@@ -12,10 +12,11 @@ from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.pipeline.schedules_by_name import CHUNKED, NAMES, SLICED, named, stages_of
 from minitrain.plan import planner
 from minitrain.plan.accounting import zero_bytes
-from minitrain.plan.planner import LEAST_TOKENS, Task, layouts, least_ranks, needs, pareto, race, search, why
+from minitrain.plan.planner import LEAST_TOKENS, Task, layouts, needs, pareto, search, why
 from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import DEVICES, machine
+from minitrain.systems.plan.clusters import least_ranks, race
 
 MODEL = GPTConfig(d_model=256, num_layers=4, num_heads=4, vocab_size=512, max_positions=8192)
 NODE = replace(machine("a100"), devices_per_node=2, nics_per_node=2)
@@ -69,7 +70,7 @@ def test_each_layout_is_there_once():
 
 def test_limits_and_what_a_task_is_by_itself():
     task = Task(MODEL, NODE, 4, 8, 512)
-    assert (task.room, task.precision, task.stack) == (0.9, "bfloat16_main_grads", STACKS["megatron-2023"])
+    assert (task.room, task.precision, task.stack) == (0.9, "bfloat16_main_grads", STACKS["overlapped"])
     assert task.room_bytes == 0.9 * 80e9 and {s.precision for s in layouts(task)} == {task.precision}
     rows = {64 // (s.dp * s.microbatches) for s in layouts(small(batch=64))}
     assert rows == {1, 2, 4, 8}, "eight rows at most"

@@ -154,7 +154,7 @@ def test_overlapped_tp_shows_its_first_part():
 
 
 def test_where_ranks_sit():
-    inside, outside = place("megatron-2021", dp=4, pp=2, tp=8), place("llama3", dp=4, pp=2, tp=8)
+    inside, outside = place("megatron-2021", dp=4, pp=2, tp=8), place("overlapped", dp=4, pp=2, tp=8)
     assert (inside.dp_stride, inside.pp_stride) == (8, 32)
     assert (outside.dp_stride, outside.pp_stride) == (16, 8)
     assert inside.ranks_of((0, 8, 16)) == (0, 8, 16) and outside.ranks_of((0, 8, 16)) == (0, 16, 32)

@@ -22,13 +22,14 @@ from minitrain.plan.predict.predicted_memory import by_rank, elements_of
 from minitrain.plan.predict.predicted_pipeline import Costs, Layout, layout_of, makespan
 from minitrain.plan.predict.predicted_step import PARTS, predict
 from minitrain.plan.predict.rates import PLAIN, RATES, START, Place, Rates, seconds
-from minitrain.plan.predict.training_run import STACKS, TrainingRun, published
+from minitrain.plan.predict.training_run import STACKS, TrainingRun
 from minitrain.plan.predict.work import LAYERS, Operator
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.plan.published import published
 from minitrain.systems.simulate.replay import replay
 
 SMALL = GPTConfig(vocab_size=2048, d_model=512, num_layers=4, num_heads=8, max_positions=512)
@@ -279,7 +280,7 @@ def product(m, n, k, batch=1) -> Operator:
 
 def test_products_come_in_whole_tiles_and_whole_waves():
     whole = replace(PLAIN, tile=128)
-    time = lambda operator, how=whole: seconds([operator], Place(A100, STACKS["llama3"], how))["products"]
+    time = lambda operator, how=whole: seconds([operator], Place(A100, STACKS["overlapped"], how))["products"]
     full = product(128 * 108, 256, 1 << 14)
     assert time(full) == pytest.approx(full.flops / 312e12)
     assert time(product(128 * 108 + 1, 256, 1 << 14)) > 1.4 * time(full)  # a last wave with one tile
@@ -332,10 +333,10 @@ def rows(*names):
 
 def test_the_table_is_all_there_with_its_doubts():
     table = published()
-    assert len(table) == 51 and len({row.publication for row in table}) == 9
+    assert len(table) == 124 and len({row.publication for row in table}) == 11
     assert all(row.run.strategy.ranks >= 8 and row.step_s > 0 for row in table)
     assert {row.publication for row in table if row.unsure} == {
-        "Llama 3 2024", "OPT 2022", "GLM-130B 2022", "GPT-NeoX 2022", "BLOOM 2022",
+        "Llama 3 2024", "OPT 2022", "GLM-130B 2022", "GPT-NeoX 2022", "BLOOM 2022", "NeMo 2024",
     }  # fmt: skip
     gpt3 = rows("Nar21 T2 175B/384")[0].run
     assert (gpt3.strategy.ranks, gpt3.strategy.microbatches, gpt3.microbatch) == (384, 384, 1)
@@ -352,6 +353,41 @@ def test_known_rows_are_within_a_tenth_and_each_term_matters():
     ):  # fmt: skip
         assert mean(replace(RATES, **term)) > mean(RATES), term
     assert all(predict(row.run, work_of, PLAIN).step_s < row.step_s for row in known)
+
+
+HELD_OUT = (
+    "Foundry H100 3b 2048 x16",
+    "Foundry A100 70b 2048 x64",
+    "NeMo LLAMA3-70B_pp8",
+    "Llama3 405B 16384 cp1",
+)
+
+
+def test_rates_are_of_the_generation_and_the_kind_of_software():
+    """Of runs that calibrate nothing: within a tenth; at another's rates they are not."""
+    for row in (known := rows(*HELD_OUT)):
+        assert predict(row.run, work_of).step_s == pytest.approx(row.step_s, rel=0.10), row.name
+    for row in rows("Foundry H100 3b 2048 x16", "Llama3 405B 16384 cp1"):
+        assert predict(row.run, work_of, RATES).step_s < 0.9 * row.step_s, "an H100 reaches less of its peak"
+    h100 = rows(HELD_OUT[0])[0]
+    assert len(known) == len(HELD_OUT) and not predict(h100.run, work_of).limits
+    v100 = replace(h100.run.strategy, precision="float16")
+    other = replace(h100.run, machine=machine("v100"), strategy=v100)
+    assert "an A100 reaches" in predict(other, work_of).limits[-1]
+
+
+def test_products_in_8_bits_are_timed_at_their_own_peak():
+    wide = replace(SMALL, d_model=4096, num_heads=32, num_layers=1)
+    run = lambda on, products: TrainingRun(
+        wide, Strategy(precision="bfloat16", products=products), on, 4, 512
+    )
+    plain, fp8 = (predict(run(machine("h100"), name), work_of) for name in ("plain", "fp8_tiles"))
+    assert 0.5 < fp8.parts["products"] / plain.parts["products"] < 0.9, "the head stays in 16 bits"
+    assert fp8.parts["passes"] > plain.parts["passes"], "casts"
+    with pytest.raises(ValueError, match="no published rate for float8"):
+        predict(run(A100, "fp8_tiles"), work_of)
+    with pytest.raises(ValueError, match="no published rate for float4"):
+        predict(run(machine("h100"), "nvfp4"), work_of)
 
 
 def test_constants_that_made_the_steps_are_found_again():

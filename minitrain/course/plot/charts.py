@@ -53,7 +53,7 @@ def timeline(timeline, ranks: Iterable[int] | None = None, title: str = "") -> F
         if label.startswith("rank") and y:
             ax.axhline(y - 0.5, color=style.GREY, linewidth=0.6)
     style.row_labels(ax, [label for label, _ in lanes])
-    ax.set(xlim=(0, step_s / scale or 1), xlabel=f"time ({unit})")
+    ax.set(xlim=(0, step_s / scale or 1), xlabel=f"time ({unit}) · {timeline.machine.said}")
     ax.grid(axis="y", visible=False)
     parts = {"compute": timeline.compute_s, "exposed communication": timeline.exposed_communication_s}
     parts["idle"] = timeline.idle_s

@@ -118,7 +118,9 @@ def draw_replayed(ax: Axes, timelines: Mapping) -> set[str]:
                 drawn |= {what} if widths else set()
         end = f" {timeline.step_s / scale:.3g} {unit}"
         ax.text(timeline.step_s / scale, y + 0.5, end, va="center", fontweight="bold")
-    ax.set(xlim=(0, 1.12 * longest / scale), ylim=(2.6 * len(timelines) - 0.9, -0.7), xlabel=f"time ({unit})")
+    ax.set(xlim=(0, 1.12 * longest / scale), ylim=(2.6 * len(timelines) - 0.9, -0.7))
+    rates = " · ".join(dict.fromkeys(timeline.machine.said for timeline in timelines.values()))
+    ax.set(xlabel=f"time ({unit}) · {rates}")
     ax.set(yticks=[2.6 * row + 0.5 for row in range(len(timelines))], yticklabels=list(timelines))
     ax.tick_params(axis="y", length=0, pad=48)
     ax.grid(axis="y", visible=False)

@@ -85,7 +85,7 @@ class Choice:
     rows: int = 1
     length: int = 2048
 
-    def run(self, stack: str = "megatron-2023") -> TrainingRun:
+    def run(self, stack: str = "overlapped") -> TrainingRun:
         """ValueError for what cannot be."""
         others = self.pp * self.cp * self.tp
         dp = max(1, self.ranks // others) if self.dp == REST else self.dp
@@ -111,7 +111,7 @@ class Choice:
         return run
 
 
-def picture(choice: Choice, work_of: WorkOf, stack: str = "megatron-2023") -> Drawn:
+def picture(choice: Choice, work_of: WorkOf, stack: str = "overlapped") -> Drawn:
     """Memory and time of a choice, or no picture and why it cannot be."""
     try:
         prediction = predict(choice.run(stack), work_of)
@@ -160,7 +160,7 @@ def _layout(prediction: Prediction) -> str:
 
 
 def explore(
-    work_of: WorkOf, known: Callable[..., bool], stack: str = "megatron-2023", **first: int | str
+    work_of: WorkOf, known: Callable[..., bool], stack: str = "overlapped", **first: int | str
 ) -> Followed:
     """Menus and sliders above a picture that follows them; `first` are fields of a Choice to begin with."""
     names = {field.name for field in fields(Choice)}

@@ -27,7 +27,7 @@ from operator import mul
 from minitrain.plan.accounting import flops_per_token
 from minitrain.plan.predict.predicted_memory import elements_of, memory_of
 from minitrain.plan.predict.predicted_pipeline import KINDS, Costs, Layout, edges, layout_of, makespan
-from minitrain.plan.predict.rates import AXES, NAMES, RATES, Place, Rates, Times, layers_s
+from minitrain.plan.predict.rates import AXES, NAMES, Place, Rates, Times, generation, layers_s, rates_of
 from minitrain.plan.predict.training_run import TrainingRun
 from minitrain.plan.predict.work import LAYERS, Work, WorkOf
 from minitrain.plan.strategy import Strategy
@@ -66,14 +66,18 @@ class Prediction:
             found.append("experts: as if tokens were spread evenly")
         if run.strategy.offload != "none":
             found.append("offload: copies to the host are not timed")
+        if generation(run.machine) is None:
+            found.append(f"{run.machine.device.name}: at the shares of its peaks that an A100 reaches")
         if run.strategy.slices > 1:
             found.append("slices: as if each took as long")
         return tuple(found)
 
 
-def predict(run: TrainingRun, work_of: WorkOf, rates: Rates = RATES) -> Prediction:
-    """`work_of(config, strategy, microbatch, length, fused_attention)` counts: dry_runs.py."""
+def predict(run: TrainingRun, work_of: WorkOf, rates: Rates | None = None) -> Prediction:
+    """`work_of(config, strategy, microbatch, length, fused_attention)` counts: dry_runs.py. `rates`: else
+    those calibrated for the run's device and software."""
     strategy, stack = run.strategy, run.stack
+    rates = rates or rates_of(run.machine, stack)
     again = strategy.recompute == "stage"
     counted = strategy
     if stack.whole_again and strategy.recompute == "full":

@@ -8,9 +8,10 @@
     links        the cost model of plan/simulate/collectives.py at `nvlink` and `network` of the bandwidth
     a layer      layers_s(work, place, again): its operators, and what it waits for on tp, cp and ep
 
-`PLAIN` has no loss of any kind: what the replay charges. `RATES` are the shares that were fitted
-(see fit.py and benchmarks/predictions.py, which names the rows) or published. Tiles and waves: NVIDIA,
-Matrix Multiplication Background User's Guide, sections 3 and 4. Differs: one share for all large products.
+`PLAIN` has no loss of any kind. `rates_of(machine, stack)` are the shares fitted to two or three published
+runs of a GPU's generation and a kind of software (course/fit.py; benchmarks/predictions.py names the runs),
+or published. Tiles and waves: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4.
+Differs: one share for all large products.
 """
 
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ from minitrain.ranks.checks import require_fractions, require_ints, require_posi
 @dataclass(frozen=True)
 class Rates:  # shares of datasheet rates, from 0 to 1, and what starting costs
     products: float = 1.0  # of the peak, reached by a product whose tiles fill all multiprocessors
+    products_8_bits: float = 1.0  # likewise in FP8, of its own peak
     attention: float = 1.0  # of the peak, reached by a fused attention kernel
     memory: float = 1.0  # of the memory's bandwidth
     nvlink: float = 1.0  # of a device's links inside a node
@@ -46,10 +48,36 @@ class Rates:  # shares of datasheet rates, from 0 to 1, and what starting costs
 
 PLAIN = Rates()
 START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5, tile=128, k0=128)
-# fit on Nar21 145.6B and MegaScale base 1024, hold=0
-RATES = replace(START, products=0.76, network=0.3)
+RATES = replace(START, products=0.76, network=0.3, products_8_bits=0.68)
+# By generation, and whether the software fuses operators: benchmarks/predictions.py, CALIBRATION.
+CALIBRATED = {
+    ("A100", True): RATES,
+    ("H100", True): replace(RATES, products=0.62),
+    ("A100", False): replace(RATES, products=0.86, attention=0.30, memory=0.46),
+    ("H100", False): replace(RATES, products=0.71, attention=0.19, memory=0.41),
+}
+GENERATION = {"A100": "A100", "A800": "A100", "H100": "H100", "H800": "H100", "H200": "H100"}
 NAMES = ("products", "attention", "passes")
 AXES = ("tp", "cp", "ep")
+
+
+def generation(machine: Machine) -> str | None:
+    """Whose calibration holds for its device; None: of no run that was published."""
+    return GENERATION.get(machine.device.name.partition(" ")[0])
+
+
+def rates_of(machine: Machine, stack: Stack) -> Rates:
+    """As calibrated; a device of another generation is taken to reach the shares of an A100."""
+    return CALIBRATED[generation(machine) or "A100", stack.fused]
+
+
+def calibrated(machine: Machine, stack: Stack) -> Machine:
+    """The machine as a replay takes it, with the shares that runs of such a software reach."""
+    rates = rates_of(machine, stack)
+    shares = dict(compute_efficiency=rates.products, memory_efficiency=rates.memory)
+    faster = machine.intra.bandwidth_bytes_per_s * rates.nvlink / rates.network
+    inside = replace(machine.intra, bandwidth_bytes_per_s=faster)  # of which `network` then is nvlink
+    return replace(machine, intra=inside, network_efficiency=rates.network, **shares)
 
 
 class Place(NamedTuple):
@@ -117,7 +145,8 @@ def seconds(operators: Iterable[Operator], at: Place) -> dict[str, float]:
 def _arithmetic(operator: Operator, at: Place) -> float:
     """Seconds of a kernel, or of a product whose last tiles and last wave are taken for full."""
     device, rates, flops = at.machine.device, at.rates, operator.flops
-    share = rates.attention if operator.attention else rates.products
+    of_products = rates.products_8_bits if operator.dtype.startswith("float8") else rates.products
+    share = rates.attention if operator.attention else of_products
     if operator.shape and rates.tile > 1 and not operator.attention:
         batch, m, n, k = operator.shape
         tiles = batch * ceil(m / rates.tile) * ceil(n / rates.tile)

@@ -71,6 +71,14 @@ class Machine:
         require_positive(**shares)
         require_positive_ints(devices_per_node=self.devices_per_node, nics_per_node=self.nics_per_node)
 
+    @property
+    def said(self) -> str:
+        """With the share of its datasheet that it is taken to reach, as a picture says it."""
+        shares = self.compute_efficiency, self.memory_efficiency, self.network_efficiency
+        each = zip(("FLOPs", "memory", "network"), shares)
+        below = ", ".join(f"{name} {100 * share:.0f} %" for name, share in each if share < 1)
+        return f"{self.name}, {below or '100 %'} of its datasheet"
+
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
 

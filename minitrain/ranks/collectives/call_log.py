@@ -163,7 +163,8 @@ def announce(kind: str, subject):
     copy, copied    a transfer between memories (`direction`, `bytes`), likewise
     buffer, host    scratch memory, and memory of the host, just allocated
     gradient        one that is about to leave its parameter
-    resized         a gathered tensor whose storage has just grown or shrunk"""
+    resized         a gathered tensor whose storage has just grown or shrunk
+    kernel          the values of the `Compute` that the operators from here to the next None stand for"""
     for callback in tuple(PROCESS.observers):
         callback(kind, subject)
     return subject

@@ -10,7 +10,8 @@ every tensor die (`memory_meter.py`). The collectives report every call: bytes a
 handed to the network; where the backend moves the data itself they are charged from the chunk plan, and
 `planned` is True. A real run and a dry run of the same code give the same account, event by event.
 
-What is inside a collective is communication: its additions are no Compute events, its memory counts.
+What is inside a collective is communication: its additions are no Compute events, its memory counts. So is
+the emulation of a product in few bits: one Compute, of that kernel.
 Operators of your own threads are not seen, nor is the inside of a compiled function; direct calls of
 torch.distributed are named in `uncounted`, without bytes. A causal attention kernel counts the scores its
 mask leaves; `Ledger(causal="square")` counts all T², as the papers' do. After torch.utils.flop_counter and
@@ -45,7 +46,7 @@ class Ledger:
         self._memory = MemoryMeter(lambda: len(self._events), limit_bytes)
         self._copies: list[Copy] = []
         self.uncounted: Counter[str] = Counter()  # calls of torch.distributed beside the door
-        self._phase = ""
+        self._phase, self._emulates = "", False  # a kernel that there is not on every device
         self._open, self._used = ExitStack(), False
 
     def __enter__(self) -> "Ledger":
@@ -176,6 +177,10 @@ class Ledger:
             self._memory.resized(subject)
         elif kind == "host":
             self._memory.is_host(subject)
+        elif kind == "kernel":
+            if subject:
+                self._events.append(replace(Compute(*subject), phase=self._phase))
+            self._emulates = subject is not None
         elif kind in ("copy", "issue"):
             number = self._pending[id(subject)] = len(self._calls) + len(self._copies)
             if kind == "copy":

@@ -220,7 +220,8 @@ class Watch(DispatchMode):  # while a ledger is open: writes down every operator
         result = func(*args, **kwargs)
         if not operator.bookkeeping:
             if event := self._account(operator, args, kwargs, result):
-                self._ledger._events.append(event)
+                if not self._ledger._emulates:
+                    self._ledger._events.append(event)
             if self._memory.limit_bytes is not None and not operator.allocates:  # it may yet be the host's
                 self._memory.check_limit()
         return result

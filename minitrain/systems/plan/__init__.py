@@ -14,6 +14,8 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        sharding_choices   which states to cut over which ranks: PaRO, AMSP
        mesh_traffic       what each axis of a mesh sends, per rank and step
        grid_costs         what the matrices of a layer cost on a grid
+       clusters           the fewest ranks, and the fleet that is done first
+       published          published runs with their step times: what predictions are held to
        search/            searches of automatic parallelism, all on one problem
        emit/              a plan as configuration of Megatron-LM, DeepSpeed and torchtitan, and back
 """

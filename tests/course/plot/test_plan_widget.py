@@ -40,7 +40,7 @@ def test_the_bars_and_lines_are_the_predictions():
     drawn, (fits, speed) = picture(choice, stub)
     strategy = Strategy(dp=4, pp=4, tp=2, zero=2, microbatches=16, recompute="full", sequence_parallel=True)
     strategy = replace(strategy, precision="bfloat16_main_grads")
-    run = TrainingRun(presets["llama3-8b"], strategy, machine("h100"), 64, 2048, STACKS["megatron-2023"])
+    run = TrainingRun(presets["llama3-8b"], strategy, machine("h100"), 64, 2048, STACKS["overlapped"])
     assert choice.run() == run
     prediction, stages = predict(run, stub), by_rank(run, PLAIN)
     found = bars(drawn)

@@ -170,7 +170,7 @@ def test_timeline_draws_the_seconds_of_the_account():
         colour = matplotlib.colors.to_hex(bars.get_facecolor()[0]).upper()
         drawn[colour] = drawn.get(colour, 0) + length / 1e3  # the axis is in ms
     account = timeline.accounts[0]
-    assert ax.get_xlabel() == "time (ms)"
+    assert ax.get_xlabel().startswith("time (ms) · ")
     assert drawn[COLOURS["exposed communication"]] == pytest.approx(account.exposed_communication_s)
     assert drawn[COLOURS["communication"]] == pytest.approx(account.overlap_s)
     computed = sum(drawn[COLOURS[phase]] for phase in ("forward", "backward", "optimizer"))

@@ -13,8 +13,10 @@ weights of their losses carry over as numbers, how they are averaged was not com
 import ast
 import shlex
 from argparse import SUPPRESS, ArgumentParser
+from dataclasses import replace
 
 from minitrain.model.config import divisors
+from minitrain.plan.predict.training_run import Stack
 from minitrain.precision.policies import FIRST_SCALE
 from minitrain.ranks.checks import require_positive_ints, require_text
 from minitrain.systems.plan.emit.table import Options, System, Written, equal_parts
@@ -183,10 +185,23 @@ def _blocks(text: str, layers: int) -> Values:
 SYSTEM = System("megatron", derive, solve)
 
 
-def write(job: Job, node: int | None = None) -> Written:
-    """For nodes of at most so many devices, or for one node of as many as there are ranks."""
+NOT_IN_A_PLAN = "add what a plan does not know: --train-iters, --lr, data, tokenizer, --save"
+
+
+def write(job: Job, node: int | None = None, stack: Stack | None = None) -> Written:
+    """For nodes of at most so many devices, or for one node of as many as there are ranks. `stack`: also the
+    flags of what it overlaps, with its order of ranks."""
+    if stack:
+        order = "pp-dp-cp-tp" if stack.dp_inside_pp else "dp-pp-cp-tp"
+        overlap = stack.tp_overlapped and job.strategy.sequence_parallel
+        job = replace(job, strategy=replace(job.strategy, order=order, overlap=overlap))
     options, in_code, notes = SYSTEM.write(job)
-    ranks = options.pop(RANKS)
+    ranks, notes = options.pop(RANKS), [*notes, *[NOT_IN_A_PLAN] * bool(stack)]
+    if stack and stack.dp_overlapped and job.strategy.dp > 1:
+        options["--overlap-grad-reduce"] = True
+        options |= {"--overlap-param-gather": True} if job.strategy.zero else {}
+    if stack and not stack.p2p_overlapped and job.strategy.chunks > 1:
+        options["--no-overlap-p2p-communication"] = True
     node = ranks if node is None else node
     require_positive_ints(node=node)
     each = max(n for n in divisors(ranks) if n <= node)
