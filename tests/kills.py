@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,12 @@ def die(death: Death) -> None:
     victim = int(os.environ["KILLS_LAUNCHER"]) if death.victim == RANKS else os.getpid()
     os.kill(victim, signal.SIGKILL)
     time.sleep(60)  # until the launcher's death has reached this rank
+
+
+def descendants(pid: int) -> set[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return set(psutil.Process(pid).children(recursive=True))
+    return set()
 
 
 class Acknowledging(Store):
@@ -198,25 +205,24 @@ class History:
         """In a process of its own, which is killed, or one of its ranks is, by the clock."""
         command = [sys.executable, "-m", "tests.kills", "--life", str(self.folder), json.dumps(vars(death))]
         process = subprocess.Popen([*command, self.way], stderr=subprocess.DEVNULL, start_new_session=True)
-        if death.after_s:
-            self._kill_later(process, death)
+        tree = set(self._kill_later(process, death) if death.after_s else ())
+        while process.poll() is None:
+            tree |= descendants(process.pid)
+            time.sleep(0.02)
+        psutil.wait_procs(tree, timeout=120)  # orphans tidy up: until then the folder is theirs
         return process.wait() == 0
 
-    def _kill_later(self, process: subprocess.Popen, death: Death) -> None:
+    def _kill_later(self, process: subprocess.Popen, death: Death) -> list[psutil.Process]:
         started = len(read(self.folder))
         while process.poll() is None and len(read(self.folder)) == started:
             time.sleep(0.01)  # until it has resumed
         time.sleep(death.after_s)
-        try:
-            tree = psutil.Process(process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return
+        tree = sorted(descendants(process.pid), key=lambda one: one.pid)
         ranks = tree[-RANKS:]
         victim = process.pid if death.victim == RANKS or len(ranks) < RANKS else ranks[death.victim].pid
-        try:
+        with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        except ProcessLookupError:
-            return
+        return tree
 
     def check(self, death: Death) -> None:
         lines, store = read(self.folder), Store(self.folder)

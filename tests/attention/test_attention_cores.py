@@ -14,7 +14,6 @@ from minitrain.course.saved_tensors import SavedTensors
 from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Block
 from minitrain.model.layers import naive_attention
-from minitrain.plan.simulate.links import play
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention import lazy
 from minitrain.systems.attention.blockwise import blockwise_block, blockwise_layer
@@ -28,6 +27,7 @@ from minitrain.systems.attention.flash_3 import (
     within,
 )
 from minitrain.systems.attention.lazy import lazy_attention
+from minitrain.systems.simulate.links import play
 
 SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]  # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
 

@@ -27,8 +27,8 @@ from minitrain.course.plot.style import (
     SKY,
     VERMILLION,
 )
-from minitrain.plan.simulate.links import Run
 from minitrain.systems.plan.checkpoint_interval import holders
+from minitrain.systems.simulate.links import Run
 from minitrain.systems.simulate.timeline import outside
 
 Points = Sequence[tuple[float, float]]

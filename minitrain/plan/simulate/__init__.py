@@ -2,5 +2,4 @@
 
 First  machines            devices and links, from datasheets
        collectives         what a collective costs
-       links               work, and copies that share links
 """

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from multiprocessing.connection import wait as wait_for
 
@@ -46,8 +47,8 @@ BEFORE_FORKS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTORCH_NVML_BASED_
 def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, echo: bool, grace_s) -> list:
     launch = Launch(ranks, echo, grace_s)
     try:
-        # the ranks' own time-outs are longer than ours: the caller speaks, with the stacks of all in hand
-        launch.start(call, checked=checked, patience_s=start_timeout_s + timeout_s + 60)
+        # the ranks' own time-outs are far longer: the caller speaks, with the stacks of all in hand
+        launch.start(call, checked=checked, patience_s=start_timeout_s + timeout_s + 86_400)
         launch.wait(timeout_s, start_timeout_s)
         return [pickle.loads(launch.read(rank, "result")) for rank in range(ranks)]
     finally:
@@ -103,10 +104,11 @@ class Launch:  # the ranks of one `run`
         self.show(ended=True)
 
     def wait_until(self, wanted: set[str], seconds: float) -> bool:
-        """False if time is up. Raises as soon as a rank fails."""
-        deadline = time.monotonic() + seconds
+        """False if no rank has computed or received for so long, or one has as much processor time behind it.
+        Raises as soon as a rank fails."""
+        clock = Clock(seconds)
         while not set(self.states.values()) <= wanted:
-            if time.monotonic() > deadline:
+            if clock.ended((self.helper.process.pid, *self.pids.values())):
                 self.show(ended=True)
                 return False
             self.listen(0.1)
@@ -231,6 +233,31 @@ class Launch:  # the ranks of one `run`
                 for line in text.decode(errors="replace").removesuffix("\n").split("\n") if text else ():
                     last_state = line.rpartition("\r")[2]  # of a progress bar
                     print(f"[rank {rank}] {last_state}", file=stream)
+
+
+class Clock:
+    """Of what has no end in sight: still for so long, or so long at work. A machine that is busy with other
+    things only makes ranks slow. Where Linux does not say what a process has used, all of the time counts."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.since, self.used, self.first = seconds, time.monotonic(), {}, {}
+
+    def ended(self, pids: Iterable[int]) -> bool:
+        now, used = time.monotonic(), {pid: processor_s(pid) for pid in pids}
+        self.first = {pid: self.first.get(pid, spent) for pid, spent in used.items()}
+        some = (now - self.since) / 50  # threads that wait take less
+        if any(spent - self.used.get(pid, spent) > some for pid, spent in used.items()):
+            self.since, self.used = now, used
+        self.used = used | self.used
+        longest = max(spent - self.first[pid] for pid, spent in used.items())
+        return max(now - self.since, longest) > self.seconds
+
+
+def processor_s(pid: int) -> float:
+    """Of all threads of a process so far."""
+    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def notebook_cells() -> dict[str, str]:

@@ -53,9 +53,11 @@ def run(
 ) -> list:
     """Call fn(*args) on every rank and return the results in rank order.
 
-    `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other. `checked` compares
-    every collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what
-    ranks print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
+    `timeout_s` is for fn, `start_timeout_s` for starting processes and finding each other. Time is up when no
+    rank has computed or received for so long, or one has as much processor time behind it (in a job, when so
+    much time has passed): a busy machine makes ranks slow, and no hang of it. `checked` compares every
+    collective across ranks before it runs (None: yes, unless MINITRAIN_CHECKED=0). `echo` shows what ranks
+    print, as "[rank 3] text" in rank order: rank 0 as it runs, the others at the end. A rank has the
     environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
     all seeds at 0; when fn has returned everywhere it is killed: what must be closed is closed in fn. For
     `grace_s` after the first failure the others may come to an end by themselves, to save what they have say:

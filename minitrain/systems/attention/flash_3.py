@@ -6,8 +6,8 @@ A block of keys takes two products (S = Q Kᵀ and P V, together `gemm`) on one 
     ping-pong     n · max(gemm, softmax) + a start           two warpgroups: products of one, softmax of other
     within one    n · (gemm/2 + max(gemm/2, softmax)) + ..   PV_j-1 runs while softmax_j does
 
-per block of a warpgroup; plan/simulate/links.py plays them. On an H100 with K = 128 softmax is half of gemm:
-1.5 becomes 1. Incoherent processing turns Q and K by one orthogonal matrix, and shares an outlier out:
+per block of a warpgroup; systems/simulate/links.py plays them. On an H100 with K = 128 softmax is half of
+gemm: 1.5 becomes 1. Incoherent processing turns Q and K by one orthogonal matrix, and shares an outlier out:
 
     (Q M)(K M)ᵀ = Q Kᵀ          M = diag(random signs) · H / sqrt(K),  H: Hadamard
 
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from minitrain.attention import kernel
-from minitrain.plan.simulate.links import Task
 from minitrain.precision.blocks import Blocks, dequantize, quantize
 from minitrain.precision.formats import E4M3
 from minitrain.precision.rounding import rounded
 from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
+from minitrain.systems.simulate.links import Task
 
 TILE = 128  # tokens of a tile where one scale is for the tensor
 

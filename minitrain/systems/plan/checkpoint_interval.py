@@ -22,9 +22,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from math import ceil, expm1, floor, inf, log1p, sqrt
 from typing import NamedTuple
 
-from minitrain.plan.simulate.links import Number, divided
 from minitrain.ranks.checks import require_fractions, require_ints, require_nonnegative, require_positive
 from minitrain.systems.simulate.failures import Level
+from minitrain.systems.simulate.links import Number, divided
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:

@@ -22,7 +22,6 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from minitrain.plan.accounting import model_state_bytes
-from minitrain.plan.simulate.links import Number, Task, divided
 from minitrain.ranks.checks import (
     require_fractions,
     require_ints,
@@ -32,6 +31,7 @@ from minitrain.ranks.checks import (
     require_positive,
     require_positive_ints,
 )
+from minitrain.systems.simulate.links import Number, Task, divided
 
 
 class Profile(NamedTuple):  # known before the run, of one rank

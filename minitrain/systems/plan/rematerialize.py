@@ -23,9 +23,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number, undominated
-from minitrain.plan.simulate.links import Task, play
 from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
 from minitrain.systems.memory.chain_plan import Action, advance, check_layers
+from minitrain.systems.simulate.links import Task, play
 
 
 class Unit(NamedTuple):

@@ -2,6 +2,7 @@
 
 replay           a step's events on a described machine: when everything would happen
 timeline         where the time went, and a file for a browser
+links            work, and copies that share links
 device_memory    a device's memory, the replay of allocations on it, traces that break an allocator
 allocator        PyTorch's caching allocator; GMLake
 eviction         results that are dropped when memory is short, and made again; where bytes lie side by side

@@ -20,8 +20,8 @@ latency, copies do not slow training down, and LightCheck's persistent memory is
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minitrain.plan.simulate.links import Number, Run, Task, divided, play
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.systems.simulate.links import Number, Run, Task, divided, play
 
 
 class Work(NamedTuple):

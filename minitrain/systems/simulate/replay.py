@@ -24,10 +24,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count
 
-from minitrain.plan.simulate import collectives, links
+from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Machine
 from minitrain.ranks.checks import require_nonempty
 from minitrain.ranks.events import Compute, Copy, Event, Issue
+from minitrain.systems.simulate import links
 from minitrain.systems.simulate.timeline import Span, Timeline
 
 _MESSAGE = {"send", "receive"}

@@ -16,8 +16,8 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 
-from minitrain.plan.simulate.links import Number
 from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
+from minitrain.systems.simulate.links import Number
 
 
 class LRU:

@@ -20,8 +20,8 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from minitrain.plan.simulate.links import Number, Task
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.systems.simulate.links import Number, Task
 from minitrain.systems.simulate.storage import LRU
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from minitrain.course.plot import memory_charts
 from minitrain.course.plot.style import COLOURS
-from minitrain.plan.simulate.links import play
 from minitrain.systems.plan import offload
 from minitrain.systems.simulate import swaps
+from minitrain.systems.simulate.links import play
 from tests.course.plot.pictures import LONG, check
 
 SETS = [{0, 2, 4, 6}, {0, 2, 4, 7}]

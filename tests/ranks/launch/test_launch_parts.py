@@ -9,6 +9,7 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 from types import SimpleNamespace
 
 import psutil
@@ -410,6 +411,36 @@ def test_times_are_limited_and_what_is_callable_is_a_function(monkeypatch):
     monkeypatch.setenv("MINITRAIN_INSIDE", "1")
     with pytest.raises(ValueError, match="^run was called inside a rank"):
         launch.run(dict)
+
+
+@pytest.mark.parametrize(
+    "used, at",  # seconds of processor time after each second; when 5 s are up
+    [
+        ([0, 0, 0, 0, 0, 0, 0], 5),  # still
+        ([1, 2, 3, 4, 5, 6, 7], 6),  # at work for more than 5 s
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], None),  # slow
+        ([0.5, 0.51, 0.52, 0.53, 0.54, 0.55, 0.56], 7),  # still since the first second, but for its threads
+    ],
+)
+def test_time_is_up_for_what_stands_still_or_computes_for_long(used, at, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(local, "processor_s", lambda pid: spent[pid])
+    spent = {1: 3.0, 2: 0.0}
+    clock, found = local.Clock(5), None
+    assert not clock.ended(spent)
+    for second, more in enumerate(used, 1):
+        now[0], spent[1] = 100.0 + second + 0.01, 3 + more
+        found = found or (second if clock.ended(spent) else None)
+    assert found == at
+
+
+def test_processor_time_is_of_all_threads():
+    before = local.processor_s(os.getpid())
+    thread = threading.Thread(target=lambda: sum(range(10**7)))
+    thread.start()
+    thread.join()
+    assert local.processor_s(os.getpid()) > before > 0 and local.processor_s(2**30) == 0
 
 
 def test_modules_of_one_file_travel_by_value_and_parts_of_packages_by_name(tmp_path, monkeypatch):

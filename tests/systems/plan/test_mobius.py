@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from minitrain.plan.simulate.links import play
 from minitrain.systems.plan import offload
 from minitrain.systems.plan.offload import StageLayer as Layer
+from minitrain.systems.simulate.links import play
 
 ROOTS = (0, 0, 1, 1)
 LINKS = {f"{way} {root}": 4 for way in ("to host", "to device") for root in (0, 1)}

@@ -6,9 +6,9 @@ from math import ceil, inf
 
 import pytest
 
-from minitrain.plan.simulate.links import Number, Task, divided, play
 from minitrain.systems.plan import offload
 from minitrain.systems.plan.offload import Profile, Rates, Server, Work, fuyou_phases, fuyou_s, fuyou_share
+from minitrain.systems.simulate.links import Number, Task, divided, play
 
 # ---- Elixir ------------------------------------------------------------------------------------------------
 

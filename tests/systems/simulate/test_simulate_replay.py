@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.simulate import collectives
-from minitrain.plan.simulate.links import Task, play
 from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.ranks.events import Compute, Issue, Wait
+from minitrain.systems.simulate.links import Task, play
 from minitrain.systems.simulate.replay import Wires, _Transfer, replay
 from minitrain.systems.simulate.timeline import join, length, outside
 

@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from minitrain.plan.simulate.links import play
 from minitrain.systems.simulate import swaps
+from minitrain.systems.simulate.links import play
 
 LAYER_S = 4
 SAME = [{0, 2, 4, 6}] * 2

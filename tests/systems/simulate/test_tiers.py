@@ -8,8 +8,8 @@ from itertools import accumulate
 
 import pytest
 
-from minitrain.plan.simulate.links import play
 from minitrain.systems.simulate import swaps
+from minitrain.systems.simulate.links import play
 from minitrain.systems.simulate.storage import LRU
 from minitrain.systems.simulate.swaps import DecayingLFU, Sizes
 from minitrain.systems.simulate.swaps import TierLayer as Layer

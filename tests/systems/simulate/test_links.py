@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from minitrain.plan.simulate.links import Piece, Task, play, shared
+from minitrain.systems.simulate.links import Piece, Task, play, shared
 
 
 def test_lanes_are_in_order_and_tasks_wait_for_what_they_come_after():
