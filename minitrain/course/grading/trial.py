@@ -13,7 +13,7 @@ import socket
 import time
 from dataclasses import dataclass, field
 
-from psutil import Process
+from psutil import NoSuchProcess, Process
 
 from minitrain.course.grading.inside.frames import PAYLOAD_LIMIT_BYTES, BadFrame, Line, unpack
 from minitrain.course.grading.network import Event, Message, Mismatch, Network
@@ -149,7 +149,9 @@ class Trial(contextlib.ExitStack):
             raise Failure("no deadlock", f"nobody can go on: {network.waiting()}")
         if now > min(self.look, self.deadline):
             pids = [pid for rank, pid in enumerate(self.pids) if rank in network.running]
-            used_s = max((sum(Process(pid).cpu_times()[:2]) for pid in pids), default=0.0)
+            used_s = 0.0
+            with contextlib.suppress(NoSuchProcess):  # it has just ended: looked at again at once
+                used_s = max((sum(Process(pid).cpu_times()[:2]) for pid in pids), default=0.0)
             self.look = now + self.time_limit_s - used_s  # not sooner; behind walls a rank is one process
             if self.look <= now or now > self.deadline:
                 limit = f"{self.time_limit_s:g} s of a processor's time, or {HANG} times that on the clock"
