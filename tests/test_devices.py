@@ -70,6 +70,7 @@ ON_THE_HOST = {  # where, and why
     "systems/moe/balance.py:placed": "a table filled number by number; moved below",
     "systems/moe/balance.py:shadows": "an index; moved below",
     "systems/moe/topology.py:bandwidths": "a table of machines",
+    "systems/precision/nvfp4.py:": "16 signs, the same everywhere; `by_token` moves them",
     "systems/tensor_parallel/random.py:run": "one number of the generator of the host",
 }
 
