@@ -164,7 +164,7 @@ def look():
         "open": kinds, "folder": os.getcwd(), "one stream": sys.stderr is out, "frozen": gc.get_freeze_count() > 9999,
         "text": [out.encoding, out.errors, out.line_buffering, out.fileno()], "threads": torch.get_num_threads(),
         "interrupt": signal.getsignal(signal.SIGINT) is signal.SIG_DFL, "pid": os.getpid(), "modules": sorted(sys.modules),
-        "environ": sorted(os.environ), "alarm": signal.getitimer(signal.ITIMER_REAL)[0] if FREE else 4.5,
+        "environ": sorted(os.environ), "alarm": signal.getitimer(signal.ITIMER_PROF)[0] if FREE else 4.5,
         "session": os.getsid(0) if FREE else os.getpid(),
     }
 """

@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_nonnegative, require_positive_ints
 from minitrain.systems.simulate.links import Number, Task
 from minitrain.systems.simulate.storage import LRU
 
@@ -28,6 +28,7 @@ from minitrain.systems.simulate.storage import LRU
 def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], layer_s: Number) -> list[Task]:
     """Forwards that swap out, device d what is in sets[d], all over the link "to host". Layer l + 2
     needs the memory of layer l's tensor, if that is to go."""
+    require_nonnegative(layer_s=layer_s)
     tasks = []
     for d, swapped in enumerate(sets):
         for layer, size in enumerate(sizes):

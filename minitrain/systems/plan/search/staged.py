@@ -26,6 +26,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import balanced
+from minitrain.ranks.checks import require_positive
 from minitrain.systems.plan.rematerialize import IntegerProgram
 from minitrain.systems.plan.search.layerwise import frontier
 from minitrain.systems.plan.search.problem import (
@@ -224,6 +225,8 @@ def piper(problem: Problem) -> SearchResult:
 
 def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ...]] | None:
     """(seconds, the pick of each layer) of the integer program's solution; None if nothing fits."""
+    if memory_bytes < inf:
+        require_positive(memory_bytes=memory_bytes)
     program, layers = IntegerProgram(), range(len(graph.options))
     costs = {("s", i, a): cost for i in layers for a, cost in enumerate(graph.node[i])}
     for i in layers:
