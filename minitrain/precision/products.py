@@ -152,11 +152,11 @@ def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) ->
     exact = torch.promote_types(dtype, torch.float32)
     if both:
         collectives.announce("kernel", kernel_of(a, b, dtype))  # an account has what it would be
-    left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
-    y = (left @ right.mT).to(dtype)
-    if both:
+    try:
+        left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
+        return (left @ right.mT).to(dtype)
+    finally:
         collectives.announce("kernel", None)
-    return y
 
 
 def kernel_of(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple:
