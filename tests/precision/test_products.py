@@ -485,3 +485,13 @@ def test_what_cannot_be_is_refused_in_one_line():
             Strategy(**values)
     with pytest.raises(ValueError, match="Linear with .*a module of your own gets dp and ZeRO"):
         check_module(torch.nn.Linear(2, 2), Strategy(products="fp8_rows"), 1)
+
+
+def test_after_a_product_that_fails_the_account_counts_on():
+    blocks = PRODUCTS["fp8_tiles"].x
+    few, other = (quantize(torch.ones(4, width), blocks) for width in (128, 256))
+    with Ledger() as ledger:
+        with pytest.raises(RuntimeError):
+            products.product(few, other, torch.float32)
+        torch.ones(4, 8) @ torch.ones(8, 4)
+    assert "mm" in ledger.flops_by_operator
