@@ -58,6 +58,7 @@ def train(
     resume: Annotated[bool, Option("--resume", help="go on from the newest checkpoint")] = False,
     start: Annotated[Path | None, Option(help="folder of checkpoints: its newest weights, and model")] = None,
     plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
+    chaos: Annotated[str, Option(help="faults on purpose, as 'kill 2 @5 backward'")] = "",
     sample: Annotated[int, Option(help="tokens to write at the end")] = 200,
     **values,
 ) -> None:
@@ -86,9 +87,11 @@ def train(
     trainer = dict(report_every=report_every, save_every=every, save_how=how, out=out)
     given = dict(text=text, data=data, packed=packed, end=end, vocab_size=values["vocab_size"])
     settings = Settings(config, strategy, hyper, given, out, sample, checkpoint, keep, resume, start, trainer)
-    settings = check(settings)
+    settings = replace(check(settings), chaos=chaos)
     from minitrain.ranks import launch
+    from minitrain.systems.faults.chaos import Plan
 
+    Plan.parse(chaos, strategy.ranks)
     try:
         launch.run(train_on_rank, settings, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
@@ -110,11 +113,12 @@ class Settings:  # what every rank is told
     resume: bool
     start: Path | None  # whose weights are the first
     trainer: dict[str, Any]
+    chaos: str = ""  # faults on purpose
 
-    def store(self):
+    def store(self, disk=None):
         from minitrain.checkpoint.store import Store
 
-        return Store(self.folder, self.keep) if self.folder else None
+        return Store(self.folder, self.keep, disk) if self.folder else None
 
 
 # ---- before a rank starts --------------------------------------------------------------------------------
@@ -251,13 +255,16 @@ def train_on_rank(settings: Settings) -> None:
     from minitrain.compose.passes import emulation
     from minitrain.compose.trainer import Trainer
     from minitrain.model.training.step import measure_peak_flops
+    from minitrain.ranks import collectives
+    from minitrain.systems.faults.chaos import Chaos, Plan
 
     strategy, hyper = settings.strategy, settings.hyper
     data, held_out = open_data(hyper.length, **settings.data)
     more = dict(seed=hyper.seed, frozen=hyper.frozen)
     run = parallelize(settings.config, strategy, hyper.make_optimizer, **more)
     peak_flops = measure_peak_flops(run.dtype, run.device)
-    more = settings.trainer | dict(held_out=held_out, peak_flops=peak_flops, store=settings.store())
+    chaos = Chaos(Plan.parse(settings.chaos), run, collectives.world().rank())
+    more = settings.trainer | dict(held_out=held_out, peak_flops=peak_flops, store=settings.store(chaos))
     trainer = Trainer(run, data, hyper, **more)
     say = print if trainer.rank == 0 else lambda *_: None
     there = f"{trainer.ranks} ranks on {run.device.type}, best matrix product of one {peak_flops / 1e9:.0f}"
@@ -272,11 +279,12 @@ def train_on_rank(settings: Settings) -> None:
         run.load_pieces(Saved(store.open(step := step_of(store, None))[1], weights=True))
         say(f"weights of {store.path(step)}")
     first, started, told = trainer.step, time.perf_counter(), 0
-    for record in trainer.run():
-        elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)
-        say(tqdm.format_meter(record["step"], hyper.steps, elapsed_s, postfix=describe(record), **more))
-        for told, line in enumerate(trainer.not_saved[told:], told + 1):
-            say(line)
+    with chaos:
+        for record in trainer.run():
+            elapsed_s, more = time.perf_counter() - started, dict(initial=first, bar_format=BAR)
+            say(tqdm.format_meter(record["step"], hyper.steps, elapsed_s, postfix=describe(record), **more))
+            for told, line in enumerate(trainer.not_saved[told:], told + 1):
+                say(line)
     for line in trainer.saver.notes if trainer.saver else ():
         say(line)
     named = dict(log=settings.out, checkpoints=settings.folder)

@@ -20,6 +20,7 @@ class Process:
         self.num_calls = 0
         self.log_file = None
         self.observers: list = []
+        self.begin = lambda ch, what, start: start()  # a call; faults on purpose put theirs in its place
         self.labels: dict[str, str | None] = {}  # file name -> how call sites print it; None: not at all
         self.thread = threading.local()  # .site: whose line a backward belongs to; .lane: where it waits
         # groups (functions.py): a ProcessGroup has no attributes, so its channel is found by its id

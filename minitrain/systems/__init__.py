@@ -7,6 +7,7 @@ annotate         sharding by annotation
 plan             planners and searches
 data             documents that say nearly the same
 simulate         allocators, eviction, storage, failures
+faults           failures made on purpose, and their detectors
 
 Imported by compose/, course/ and cli/ alone; no technique knows of it.
 """

@@ -267,6 +267,7 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
         ("--checkpoint saved --every 0", "every=0: use a whole number from 1"),
         ("--checkpoint saved --keep 0", "keep=0: use a whole number from 1"),
         ("--resume", "--resume without a folder: add --checkpoint FOLDER"),
+        ("--chaos nope", "fault 'nope': write KIND RANK @STEP POINT; KIND is one of kill, stop"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, said, minitrain, monkeypatch):

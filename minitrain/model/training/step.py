@@ -85,13 +85,15 @@ def train_step(
 ) -> StepResult:
     """Gradients of the global batch, then a step of the optimizer. `stages`: the ranks with other layers."""
     optimizer.zero_grad()
-    loss = forward_backward(batch)
+    loss = forward_backward(collectives.announce("forward", batch))
     reducer.finish()  # as long as this takes, communication was not hidden behind backward
+    collectives.announce("gradients", batch)
     norm = None
     if clip is not None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         norm = clip_grad_norm(params, clip, stages=stages, like=loss)
     optimizer.step()
+    collectives.announce("update", batch)
     return StepResult(loss, norm)
 
 
@@ -101,8 +103,10 @@ def scaled_train_step(
     """The same with gradients `scale.factor` times too large (precision/mixed.py), which the optimizer,
     one whose groups know a `grad_scale`, divides again; no step if they have overflowed."""
     optimizer.zero_grad()
+    collectives.announce("forward", batch)
     loss = forward_backward(batch._replace(num_valid=scale.divisor(batch.num_valid))) / scale.factor
     reducer.finish()
+    collectives.announce("gradients", batch)
     for group in optimizer.param_groups:
         group["grad_scale"] = scale.factor
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -111,6 +115,7 @@ def scaled_train_step(
     updated = scale.finite(norm)
     if updated:
         optimizer.step()
+        collectives.announce("update", batch)
     return StepResult(loss, norm, updated)
 
 

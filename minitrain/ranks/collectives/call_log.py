@@ -164,7 +164,8 @@ def announce(kind: str, subject):
     buffer, host    scratch memory, and memory of the host, just allocated
     gradient        one that is about to leave its parameter
     resized         a gathered tensor whose storage has just grown or shrunk
-    kernel          the values of the `Compute` that the operators from here to the next None stand for"""
+    kernel          the values of the `Compute` that the operators from here to the next None stand for
+    forward, gradients, update    of a step's batch: it begins; all gradients are sums; weights are new"""
     for callback in tuple(PROCESS.observers):
         callback(kind, subject)
     return subject

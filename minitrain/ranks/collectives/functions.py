@@ -213,8 +213,12 @@ def _perform(ch: Channel, job: Job, finish: Callable, async_op: bool):
             job.wide = scratch(job.src, own, torch.float32)  # a sum has more digits than its terms
     if not backend.counts:
         call.sent_bytes, call.planned = transport.planned_bytes(ch, job), True
-    call_log.issued(call)
-    settle = backend.start(ch, job, async_op)
+
+    def start():
+        call_log.issued(call)
+        return backend.start(ch, job, async_op)
+
+    settle = PROCESS.begin(ch, job, start)
 
     def end():
         job.src = job.received = job.wide = None  # what only the algorithm needed is free from here
@@ -294,11 +298,15 @@ def _transfer(ch: Channel, sends: Posted, receives: Posted, pack: Callable, asyn
     room = [(x if x.device == there else torch.empty_like(x, device=there), peer) for x, peer in receives]
     incoming = [(new_call(ch, "receive", x, peer=peer), x, peer) for x, peer in room]
     calls = [call for call, _, _ in outgoing + incoming]
-    for call in calls:
-        if not backend.counts:
-            call.planned, call.sent_bytes = True, call.payload_bytes if call.op == "send" else 0
-        call_log.issued(call)
-    wait = backend.post(ch, outgoing, incoming)
+
+    def start():
+        for call in calls:
+            if not backend.counts:
+                call.planned, call.sent_bytes = True, call.payload_bytes if call.op == "send" else 0
+            call_log.issued(call)
+        return backend.post(ch, outgoing, incoming)
+
+    wait = PROCESS.begin(ch, (outgoing, incoming), start)
 
     def finish():
         ch.unwaited.discard(handle)
