@@ -27,7 +27,7 @@ course: install
 
 test: install
 	@$(BIN)/python -m pytest --atlas -n $(JOBS) --dist loadscope --no-loadscope-reorder \
-		--nbval --nbval-current-env --nbval-cell-timeout=300 --nbval-sanitize-with=notebooks/nbval.cfg tests notebooks
+		--nbval --nbval-current-env --nbval-cell-timeout=3600 --nbval-sanitize-with=notebooks/nbval.cfg tests notebooks
 
 lint: install
 	@$(BIN)/ruff check .

@@ -42,6 +42,7 @@ from minitrain.model.data.batches import Text
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch.report import RankError
+from tests import patience
 
 CONFIG = GPTConfig(d_model=8, num_layers=1, num_heads=2, max_positions=8, dropout=0.1)
 STRATEGY = Strategy(dp=2, tp=2, zero=1)
@@ -209,7 +210,7 @@ class History:
         while process.poll() is None:
             tree |= descendants(process.pid)
             time.sleep(0.02)
-        psutil.wait_procs(tree, timeout=120)  # orphans tidy up: until then the folder is theirs
+        psutil.wait_procs(tree, patience.LONG_S)  # orphans tidy up: until then the folder is theirs
         return process.wait() == 0
 
     def _kill_later(self, process: subprocess.Popen, death: Death) -> list[psutil.Process]:

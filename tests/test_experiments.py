@@ -3,11 +3,12 @@
 import ast
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import patience
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "experiments.md").read_text()
@@ -60,7 +61,7 @@ def test_under_torchrun_a_rank_prints_the_same(name, tmp_path):
     (tmp_path / "experiment.py").write_text(code)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     words += ["--local-ranks-filter=0", "experiment.py"]  # else lines of two ranks run into each other
-    job = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    job = patience.run([sys.executable, *words], cwd=tmp_path)
     assert job.returncode == 0, job.stderr[-2000:]
     printed = [line for line in lines_of(job.stdout) if not line.startswith("this job has")]
     assert printed == lines_of(expected)

@@ -4,7 +4,6 @@ import ast
 import copy
 import os
 import shutil
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from minitrain.pipeline.schedules import one_direction
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import first as precision
 from minitrain.tensor_parallel import first as tensor_parallel
+from tests import patience
 
 PACKAGE = Path(ring.__file__).parent.parent
 PAGES = [page for page in sorted(PACKAGE.glob("*/first*.py")) if page.parent.name != "compose"]
@@ -103,14 +103,7 @@ def test_pages_run_under_torchrun_where_minitrain_is_not_installed(tmp_path):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("MINITRAIN")}
     environ |= {"PYTHONPATH": f"{tmp_path}:{tmp_path / 'site'}", "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-S", "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*run, "--no-python", sys.executable, "-S", "train.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = patience.run([*run, "--no-python", sys.executable, "-S", "train.py"], cwd=tmp_path, env=environ)
     assert done.stdout.count("alone") == 2, done.stderr[-2000:]
 
 

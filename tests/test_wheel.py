@@ -6,7 +6,6 @@ command runs in a process that has this folder first and knows nothing of the cl
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import nbformat
 import pytest
 
 from minitrain.course import home, notebook
+from tests import patience
 
 ROOT = Path(__file__).parent.parent
 BUILT = ("minitrain", *home.PARTS, "pyproject.toml", "setup.py", "MANIFEST.in")
@@ -28,10 +28,10 @@ def installed(tmp_path_factory):
         source.mkdir(exist_ok=True)
         shutil.copytree(one, source / name, ignore=skip) if one.is_dir() else shutil.copy(one, source)
     build = [*pip, "wheel", source, "--no-deps", "--no-build-isolation", "--no-index", "-w", folder]
-    subprocess.run(build, check=True, capture_output=True, text=True, timeout=300)
+    assert patience.run(build).returncode == 0
     (wheel,) = folder.glob("minitrain-*.whl")
     target = [*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", folder / "there", wheel]
-    subprocess.run(target, check=True, capture_output=True, text=True, timeout=300)
+    assert patience.run(target).returncode == 0
     shutil.rmtree(source)
     return folder / "there"
 
@@ -40,10 +40,9 @@ def installed(tmp_path_factory):
 def call(installed, tmp_path):
     """Runs the installed command in an empty folder: (exit code, stdout, stderr)."""
 
-    def run(*words, cwd=tmp_path, timeout=200):
+    def run(*words, cwd=tmp_path):
         environ = os.environ | {"PYTHONPATH": str(installed), "COLUMNS": "80"}
-        command = [sys.executable, "-m", "minitrain", *map(str, words)]
-        done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout)
+        done = patience.run([sys.executable, "-m", "minitrain", *words], cwd=cwd, env=environ)
         return done.returncode, done.stdout, done.stderr
 
     return run

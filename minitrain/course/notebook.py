@@ -122,7 +122,7 @@ def heading(path: Path) -> tuple[str, str]:
 
 
 def execute(
-    path: Path, out: Path, on_cell: Callable = lambda done, total: None, cell_timeout_s: int = 300
+    path: Path, out: Path, on_cell: Callable = lambda done, total: None, cell_timeout_s: int = 3600
 ) -> float:
     """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds.
 

@@ -3,9 +3,7 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
 from importlib import metadata
 
 import nbformat
@@ -16,6 +14,7 @@ from typer.testing import CliRunner
 from minitrain.cli import main
 from minitrain.course import atlas, exercises, notebook
 from minitrain.course.grading import assignment, book
+from tests import patience
 
 
 def invoke(*words: str):
@@ -84,8 +83,7 @@ def test_what_went_wrong_is_in_the_exit_code(error, code, monkeypatch, capsys):
 
 
 def test_the_same_of_the_command_itself():
-    command = [sys.executable, "-m", "minitrain", "run", "77"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = patience.run([sys.executable, "-m", "minitrain", "run", "77"])
     assert done.returncode == 2 and done.stderr.startswith("minitrain: ") and done.stderr.count("\n") == 1
 
 
@@ -160,8 +158,7 @@ print(json.dumps(told))
 def in_one_process(*lines: tuple[list[str], dict[str, str]]) -> list[tuple]:
     """Of every command: exit code, stdout, stderr, and which heavy packages are loaded by then."""
     command = [sys.executable, "-c", ALL_IN_ONE, json.dumps(lines)]
-    environ = os.environ | {"COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+    done = patience.run(command, env=os.environ | {"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -302,16 +299,9 @@ def test_an_interrupted_run_is_one_line_and_changes_nothing(tmp_path, where):
         "time.sleep(600)",
     )
     before = path.read_bytes()
-    process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(path)],
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (begun.exists() and begun.read_text()) and process.poll() is None:
-        time.sleep(0.05)
+    process = patience.start([sys.executable, "-c", INTERRUPTED, path])
+    patience.until(lambda: begun.exists() and begun.read_text(), process.pid)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = patience.output_of(process)
     assert (process.returncode, out, err) == (130, "", "interrupted in 00_long; 0 of 1 chapters ran\n")
     assert path.read_bytes() == before and not psutil.pid_exists(int(begun.read_text()))

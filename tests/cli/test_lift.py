@@ -17,6 +17,7 @@ from minitrain.cli import lift as lifting
 from minitrain.cli.lift import lift
 from minitrain.cli.main import app, main
 from minitrain.ranks.collectives import plain
+from tests import patience
 
 ROOT = Path(__file__).parents[2]
 ALONE = Path(__file__).with_name("lifted_alone.py")
@@ -51,12 +52,9 @@ def write(folder: Path, **settings) -> None:
 
 
 def on_ranks(folder: Path, ranks: int, **environ) -> list[dict]:
-    run, environ = [sys.executable, "-I", str(ALONE), str(folder)], os.environ | environ
-    started = [
-        subprocess.Popen([*run, str(rank), str(ranks)], stderr=subprocess.PIPE, env=environ)
-        for rank in range(ranks)
-    ]
-    said = [process.communicate(timeout=100)[1].decode() for process in started]
+    run, environ = [sys.executable, "-I", ALONE, folder], os.environ | environ
+    started = [patience.start([*run, rank, ranks], env=environ) for rank in range(ranks)]
+    said = [patience.output_of(process)[1] for process in started]
     assert not any(process.returncode for process in started), "\n".join(said)[-3000:]
     (folder / "store").unlink()
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(ranks)]

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting import parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import whole_piece
+from tests import patience
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
 SMALL = "--width 32 --heads 4 --layers 2 --length 16 --batch 4 --steps 4 --report-every 2 --sample 6".split()
@@ -101,45 +101,27 @@ def test_any_layout_trains_and_goes_on_in_another(minitrain):
             shutil.rmtree(store.path(step))  # as if it had stopped before
 
 
-def start(*words, **settings):
-    """Listens to interrupts even if these tests run in the background of a shell, which has them ignored."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **settings,
-    )
-
-
-def wait_for(happened, process, seconds=120):
-    patience = time.monotonic() + seconds
-    while not happened() and process.poll() is None and time.monotonic() < patience:
-        time.sleep(0.05)
-
-
 def test_an_interrupted_command_goes_on(tmp_path):
     (tmp_path / "text.txt").write_bytes(TEXT)
     files = {"text": "text.txt", "out": "run", "checkpoint": "saved"}
     paths = [part for flag, name in files.items() for part in (f"--{flag}", tmp_path / name)]
     more = "--every 25 --async --dp 2 --steps 9000 --report-every 25".split()
-    words = ("-m", "minitrain", "train", *SMALL, *paths, *more)
+    words = (sys.executable, "-m", "minitrain", "train", *SMALL, *paths, *more)
     store, log = Store(tmp_path / "saved"), tmp_path / "run" / "log.jsonl"
-    first = start(*words)
-    wait_for(store.steps, first)
+    first = patience.start(words)
+    patience.until(store.steps, first.pid)
     first.send_signal(signal.SIGINT)
-    out, err = first.communicate(timeout=60)
+    out, err = patience.output_of(first)
     assert first.returncode == 130, err
     assert (
         "interrupted; the same command with --resume goes on from the last checkpoint" in out
         and "Traceback" not in out + err
     )
     step = store.steps()[-1]
-    second = start(*words, "--resume")
-    wait_for(lambda: len(log.read_text().splitlines()) > step / 25 + 2, second)
+    second = patience.start([*words, "--resume"])
+    patience.until(lambda: len(log.read_text().splitlines()) > step / 25 + 2, second.pid)
     second.send_signal(signal.SIGINT)
-    out, _ = second.communicate(timeout=60)
+    out, _ = patience.output_of(second)
     assert second.returncode == 130 and f"resumed at step {step}" in out
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps == list(range(25, 25 * len(steps) + 1, 25))
@@ -149,14 +131,8 @@ def under_torchrun(folder, *words):
     here = dict(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", PYTHONPATH=str(Path(main.__file__).parents[2]))
     # --standalone: it listens at a port that the system chooses
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*launcher, "-m", "minitrain", "train", *SMALL, "--text", "text.txt", *words],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=os.environ | here,
-        cwd=folder,
-    )
+    command = [*launcher, "-m", "minitrain", "train", *SMALL, "--text", "text.txt", *words]
+    return patience.run(command, env=os.environ | here, cwd=folder)
 
 
 def by_hand(folder):

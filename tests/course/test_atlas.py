@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minitrain.course import atlas
+from tests import patience
 from tests.proved import Case, shortfall
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +146,7 @@ def test_a_run_judges_every_row_and_counts_launches_wherever_they_are_asked_for(
     command = [
         sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--rootdir", tmp_path,
     ]  # fmt: skip
-    run = subprocess.run([*command, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = patience.run([*command, tmp_path], cwd=ROOT)
     said = dict(re.findall(r"^  (\w+): test_x.py::test_\w+: (.*)$", run.stdout, re.M))
     assert said == wrong and f"{len(wrong)} rows of the atlas" in run.stdout, run.stdout + run.stderr
     assert run.returncode == 1

@@ -14,6 +14,7 @@ from minitrain.course.grading import answer_checks, assignment, book
 from minitrain.course.grading.answer_checks import Draw, Failure
 from minitrain.course.grading.judge import EXERCISES, Code
 from minitrain.course.grading.trial import Outcome
+from tests import patience
 
 CHAPTERS = {number: book.chapter(number) for number in book.chapters()}
 FIRST = CHAPTERS["00"]
@@ -323,7 +324,7 @@ def test_the_visible_checks_run_in_a_notebook_and_say_what_is_wrong(tmp_path):
     path = with_answers(tmp_path / "mine.ipynb", {**SOLUTIONS, "pass_on": wrong})
     notebook = nbformat.read(path, as_version=4)
     way = dict(kernel_manager_class=kernels.AsyncManager, resources={"metadata": {"path": str(tmp_path)}})
-    NotebookClient(notebook, timeout=120, allow_errors=True, **way).execute()
+    NotebookClient(notebook, timeout=patience.LONG_S, allow_errors=True, **way).execute()
     said = {
         cell.metadata.nbgrader.grade_id: "".join(str(output) for output in cell.outputs)
         for cell in notebook.cells

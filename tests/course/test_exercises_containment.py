@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import psutil
@@ -20,6 +19,7 @@ from minitrain.course import exercises
 from minitrain.course.grading import book
 from minitrain.course.grading.judge import PACKAGE, Code, Judge
 from minitrain.course.grading.trial import Failure
+from tests import patience
 
 CHAPTER = book.chapter("00")
 TOTAL = [c for c in CHAPTER.cells if c.role in book.LOCKED or c.name.startswith("total")]
@@ -46,10 +46,9 @@ def below(judge: Judge) -> set[int]:
 def graded(judge: Judge, answer: str, time_limit_s: float = 40.0):
     """(points, property that the first check names, report) of an answer; nothing may be left of it."""
     judge.start()
-    before, started = below(judge), time.monotonic()
+    before = below(judge)
     report = exercises.grade_answers(ONE_TASK, {"total": answer}, judge, time_limit_s=time_limit_s)
     assert below(judge) == before, "the answer left processes behind"
-    assert time.monotonic() - started < time_limit_s + 60, "the answer was not stopped in time"
     return report.earned, report.results[0].property, report
 
 
@@ -405,23 +404,20 @@ CHANNELS = {
 def test_the_network_has_no_room_for_what_is_not_counted(judge, name):
     answer = f"{RAW}\ndef f(x, group):\n    {CHANNELS[name]}\n    return x"
     used = psutil.Process().memory_info().rss
-    started = time.monotonic()
     with pytest.raises(Failure) as caught:
         judge.run(Code(answer=answer, names=["f"], call="f"), [[(torch.ones(2),)]] * 2, time_limit_s=5)
     ends = ("data", "no error", "no message left", "a result", "time limit")
     announced = name in ("a payload without end", "a long header")  # is refused before it arrives
     assert caught.value.property in (ends[:1] if announced else ends), caught.value
-    assert time.monotonic() - started < 60 and psutil.Process().memory_info().rss < used + (200 << 20)
+    assert psutil.Process().memory_info().rss < used + (200 << 20)
 
 
 def test_a_rank_that_does_not_take_its_data_has_no_longer_than_the_others(judge):
     answer = f"{RAW}\nimport time\ndef f(x, group):\n    if group.rank():\n        group.send([x], 0).wait(); return 0\n"
     answer += '    for n in range(2): raw({"is": "receive", "op": n, "peer": 1, "members": [0, 1], "dtype": "float32", "shape": [1 << 23]}); raw({"is": "wait", "op": n})\n'
     answer += "    time.sleep(600)"
-    started = time.monotonic()
     with pytest.raises(Failure, match="time limit"):
         judge.run(Code(answer=answer, names=["f"], call="f"), [[(torch.ones(1 << 23),)]] * 2, time_limit_s=2)
-    assert time.monotonic() - started < 300, "as long as the answer sleeps"
 
 
 UGLY = r"""
@@ -454,13 +450,11 @@ def test_nothing_is_left_when_the_judge_is_killed():
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as judge:
         server = psutil.Process(int(judge.stdout.readline()))
-        deadline = time.monotonic() + 30
-        while len(server.children()) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        patience.until(lambda: len(server.children()) == 2, judge.pid)
         family = [server, *server.children(recursive=True)]
         judge.kill()
-    gone, alive = psutil.wait_procs(family, timeout=20)
-    assert len(family) == 3 and not alive, "the server and two ranks"
+    assert len(family) == 3, "the server and two ranks"
+    patience.until(lambda: all(patience.gone(one.pid) for one in family))
 
 
 def test_root_of_a_namespace_without_other_users_grades_behind_walls_too():
@@ -473,7 +467,7 @@ def test_root_of_a_namespace_without_other_users_grades_behind_walls_too():
         "with judge.Judge() as j: print(exercises.grade_answers(of, answers, j).table())"
     )
     command = [*alone, sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = patience.run(command)
     assert "total 10/10" in done.stdout and "self-check" not in done.stdout and not done.stderr
 
 

@@ -16,6 +16,7 @@ from minitrain.course.grading import judge, kit, trial
 from minitrain.course.grading.inside import frames, wire
 from minitrain.course.grading.inside import rank as of_an_answer
 from minitrain.course.grading.inside.frames import BadFrame, Line, pack
+from tests import patience
 
 # ---- the wire of a rank ----------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class Threads:
 
     def recv(self, tensors, source):
         return types.SimpleNamespace(
-            wait=lambda: tensors[0].copy_(self.queues[source, self._rank].get(timeout=20))
+            wait=lambda: tensors[0].copy_(self.queues[source, self._rank].get(timeout=patience.LONG_S))
         )
 
 

@@ -3,11 +3,9 @@
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from pathlib import Path
 
 import nbformat
@@ -16,6 +14,7 @@ import psutil
 import pytest
 
 from minitrain.course import kernels, notebook
+from tests import patience
 
 
 def chapter(path: Path, *cells: str) -> Path:
@@ -75,20 +74,11 @@ def test_an_interrupt_of_minitrain_run_is_one_line_at_most_and_ends_the_kernel(t
         """,
     )
     (tmp_path / "temporary").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(INTERRUPTED), tmp_path],
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
-        # a shell's background has it ignored
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    patience = time.monotonic() + 120
-    while not (tmp_path / "running").exists() and process.poll() is None and time.monotonic() < patience:
-        time.sleep(0.05)
+    command = [sys.executable, "-c", textwrap.dedent(INTERRUPTED), tmp_path]
+    process = patience.start(command, env=os.environ | {"TMPDIR": str(tmp_path / "temporary")})
+    patience.until((tmp_path / "running").exists, process.pid)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = patience.output_of(process)
     assert process.returncode == 130 and out == "" and len(err.strip().splitlines()) <= 1, out + err
     assert not psutil.pid_exists(int((tmp_path / "running").read_text()))
     assert not list((tmp_path / "temporary").iterdir()) and not list((tmp_path / "out").iterdir())

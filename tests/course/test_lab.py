@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from minitrain.cli import main
 from minitrain.course import exercises, lab, notebook
 from minitrain.course.grading import book
+from tests import patience
 
 TOKEN = "a-token-of-this-test"
 
@@ -162,7 +163,7 @@ def test_two_at_once_wait_for_each_other(tmp_path):
         time.sleep(0.2)
         assert not any(one.done() for one in both), "the lock is held elsewhere"
         fcntl.flock(lock, fcntl.LOCK_UN)
-        assert [one.result(timeout=20) for one in both] == [[], []]
+        assert [one.result(patience.LONG_S) for one in both] == [[], []]
     assert source(root / "work/notebooks/03_data.ipynb") == "a better 03"
 
 
@@ -248,7 +249,7 @@ def test_the_copy_is_graded_and_the_report_says_which(judge, clone, monkeypatch,
 def dial(server: str) -> socket.socket:
     """The server listens at a file: a port that is free now may be another's when it starts."""
     line = socket.socket(socket.AF_UNIX)
-    line.settimeout(60)
+    line.settimeout(patience.LONG_S)
     line.connect(server)
     return line
 
@@ -277,16 +278,15 @@ def server(clone, tmp_path_factory):
     command = [*lab.command(clone, flags), f"--IdentityProvider.token={TOKEN}"]
     with open(own / "log", "w") as log:
         running = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+
+    def answers() -> bool:
+        assert running.poll() is None, (own / "log").read_text()[-2000:]
+        with suppress(OSError):
+            ask(f"{where}/socket", "api/status")
+            return True
+
     try:
-        deadline = time.monotonic() + 90
-        while True:
-            try:
-                ask(f"{where}/socket", "api/status")
-                break
-            except OSError:
-                ended = running.poll() is not None or time.monotonic() > deadline
-                assert not ended, (own / "log").read_text()[-2000:]
-                time.sleep(0.1)
+        patience.until(answers, running.pid)
         yield f"{where}/socket"
     finally:
         family = [*psutil.Process(running.pid).children(recursive=True)]
@@ -333,7 +333,7 @@ def language_of(server: str, kernel: str) -> dict:
     }  # fmt: skip
     message = {"header": header, "parent_header": {}, "metadata": {}, "content": {}, "channel": "shell"}
     url = f"ws://localhost/api/kernels/{kernel}/channels?token={TOKEN}"
-    line = websocket.create_connection(url, timeout=60, socket=dial(server))
+    line = websocket.create_connection(url, timeout=patience.LONG_S, socket=dial(server))
     try:
         line.send(json.dumps(message))
         while True:

@@ -27,6 +27,7 @@ from minitrain.course import kernels
 from minitrain.course.plot import style  # noqa: F401
 from minitrain.plan import strategy
 from minitrain.ranks.launch import local
+from tests import patience
 
 LINUX = sys.platform == "linux"
 
@@ -36,15 +37,7 @@ def script(text: str, folder) -> subprocess.CompletedProcess:
     path = folder / "script.py"
     path.write_text(textwrap.dedent(text))
     root = os.path.dirname(os.path.dirname(os.path.dirname(launch.__file__)))
-    env, how = dict(os.environ, PYTHONPATH=root), dict(capture_output=True, text=True, timeout=120)
-    return subprocess.run([sys.executable, path], env=env, **how)
-
-
-def alive(pid: int) -> bool:
-    try:  # an init that does not reap is not our concern
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return patience.run([sys.executable, path], env=dict(os.environ, PYTHONPATH=root))
 
 
 # ---- what a rank finds -----------------------------------------------------------------------------------
@@ -234,7 +227,7 @@ def test_a_notebook(tmp_path):
     notebook, folder = nbformat.v4.new_notebook(cells=cells), {"metadata": {"path": tmp_path}}
     with pytest.raises(CellExecutionError):
         way = dict(kernel_manager_class=kernels.AsyncManager, kernel_name="python3")
-        NotebookClient(notebook, timeout=120, resources=folder, **way).execute()
+        NotebookClient(notebook, timeout=patience.LONG_S, resources=folder, **way).execute()
     prints, failure = "".join(output.text for output in cells[1].outputs), cells[2].outputs[-1]
     assert prints == "".join(f"[rank {rank}] training on 3\n" for rank in range(3)) + "True\n"
     assert (failure.ename, failure.evalue) == ("RankError", "rank 1 raised ValueError: boom (cell:7)")
@@ -433,10 +426,7 @@ def test_what_a_rank_started_ends_with_it(crash, tmp_path):
 
     with pytest.raises(launch.RankError) if crash else nullcontext():
         launch.run(start)
-    deadline = time.monotonic() + 20
-    while any(alive(int(path.name)) for path in tmp_path.iterdir()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    patience.until(lambda: all(patience.gone(int(path.name)) for path in tmp_path.iterdir()))
 
 
 def test_failures_leave_nothing_open():

@@ -10,7 +10,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from minitrain import collectives, launch
 from minitrain.ranks.launch import local, report
+from tests import patience
 
 
 def together(x=None):
@@ -48,10 +48,8 @@ def failing(fn, **given) -> launch.RankError:
 
 
 def wait_for_no_children() -> None:
-    deadline = time.monotonic() + 20
-    while ranks := psutil.Process(local.Helper.find().process.pid).children(recursive=True):
-        assert time.monotonic() < deadline, ranks
-        time.sleep(0.02)
+    helper = psutil.Process(local.Helper.find().process.pid)
+    patience.until(lambda: not helper.children(recursive=True))
 
 
 # ---- exceptions ------------------------------------------------------------------------------------------
@@ -314,7 +312,7 @@ def test_a_helper_killed_during_a_launch_takes_its_ranks_along(tmp_path):
 
     with pytest.raises(launch.RankError, match="the helper process that forks ranks is gone"):
         launch.run(die, ranks=3)
-    wait_until_gone([int(path.name) for path in tmp_path.iterdir()])
+    patience.until(lambda: all(patience.gone(int(path.name)) for path in tmp_path.iterdir()))
     assert launch.run(dist.get_rank) == [0, 1]
 
 
@@ -344,33 +342,15 @@ WAIT_FOR_EVER = """
 """
 
 
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 20
-    while [
-        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_an_interrupt_is_for_the_caller_it_returns_at_once_and_a_killed_caller_leaves_nothing(tmp_path):
     """One process whose 4 ranks wait in gloo for ever: they are interrupted, then it, and, waiting again, killed."""
     (tmp_path / "script.py").write_text(textwrap.dedent(WAIT_FOR_EVER))
     env = dict(os.environ, PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)))
-    process = subprocess.Popen(
-        [sys.executable, tmp_path / "script.py", tmp_path],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=env,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = patience.start([sys.executable, tmp_path / "script.py", tmp_path], env=env, stderr=None)
 
     def waiting(turn: int) -> list[int]:
         """The process ids of the helper and its ranks, once these wait."""
-        deadline = time.monotonic() + 60
-        while not (tmp_path / f"waiting-{turn}").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        patience.until((tmp_path / f"waiting-{turn}").exists, process.pid)
         pids = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         assert len(pids) == 5 and {int(path.name[2:]) for path in tmp_path.glob(f"{turn}-*")} < {*pids}
         return pids
@@ -387,10 +367,10 @@ def test_an_interrupt_is_for_the_caller_it_returns_at_once_and_a_killed_caller_l
         assert process.stdout.readline() == "interrupted [0, 1]\n"  # before the launch's own 1000 s
         again = waiting(2)
         (helper,) = {*pids} & {*again}
-        wait_until_gone([pid for pid in pids if pid != helper])
+        patience.until(lambda: all(patience.gone(pid) for pid in pids if pid != helper))
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    wait_until_gone(again)
+    patience.until(lambda: all(map(patience.gone, again)))
     assert not list(tmp_path.glob("minitrain-*")), "the helper removes the directory that its owner cannot"

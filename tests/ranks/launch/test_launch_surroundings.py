@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import suppress
 
 import psutil
 import pytest
 
 from minitrain.ranks.launch import report
+from tests import patience
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and /proc are Linux's")
 PROGRAM = """
@@ -33,7 +33,7 @@ def environment(folder) -> dict:
 def under(command: list[str], folder, **env) -> str:
     """What the program prints under a command that changes its surroundings, one line; nothing is left in `folder`."""
     command, env = [*command, sys.executable, "-c", PROGRAM], environment(folder) | env
-    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, timeout=120)
+    done = patience.run(command, cwd="/", env=env)
     assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stdout + done.stderr
     assert not list(folder.iterdir())
     return done.stdout.strip()
@@ -69,23 +69,17 @@ def test_nothing_is_left_of_a_caller_that_is_killed_while_the_helper_imports(mom
     env = environment(folder)
     env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{env['PYTHONPATH']}"
     caller = subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, cwd="/", stdout=subprocess.DEVNULL)
-    process, patience = psutil.Process(caller.pid), time.monotonic() + 60
-
-    def until(happens) -> None:
-        while not happens():
-            assert time.monotonic() < patience
-            time.sleep(0.002)
-
+    process = psutil.Process(caller.pid)
     try:
-        until(process.children)
+        patience.until(process.children, caller.pid)
         (helper,) = process.children()
         if moment == "the directory is there":
-            until(lambda: any(folder.glob("minitrain-*")))
+            patience.until(lambda: any(folder.glob("minitrain-*")))
             assert helper.is_running(), "the control: it would be gone anyway"
     finally:
         caller.send_signal(signal.SIGKILL)
         caller.wait()
-    until(lambda: not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE)
+    patience.until(lambda: patience.gone(helper.pid))
     with suppress(psutil.NoSuchProcess):
         helper.kill()
     assert not list(folder.iterdir())

@@ -4,14 +4,13 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 
-import psutil
 import pytest
 import torch.distributed as dist
 
 from minitrain.ranks.launch import report
+from tests import patience
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name and /proc are Linux's")
 
@@ -24,7 +23,7 @@ def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> Callable[
     (folder / "temporary").mkdir()
     # Agents and ranks meet at a store that is held here: nobody picks a port which another may take meanwhile.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agents, deadline = [], time.monotonic() + 200
+    agents = []
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
     command += [f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d", "--rdzv-conf=is_host=0"]
     command += [f"--rdzv-endpoint=127.0.0.1:{store.port}", folder / "program.py"]
@@ -34,12 +33,8 @@ def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> Callable[
 
     def ended() -> list[tuple[int, str, str]]:
         assert store.port  # it is there for as long as somebody may ask
-        while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
-            time.sleep(0.1)
         for agent in agents:
-            if agent.poll() is None:
-                for process in (*psutil.Process(agent.pid).children(recursive=True), agent):
-                    process.kill()
+            patience.output_of(agent)
         assert not list((folder / "temporary").glob("minitrain*"))
         return [
             (agent.wait(), (folder / f"{node}.out").read_text(), (folder / f"{node}.err").read_text())
