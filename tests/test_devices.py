@@ -23,7 +23,6 @@ from minitrain.data_parallel.replicated import Replicated
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
-from minitrain.memory.activations import AwayActivations
 from minitrain.memory.host_optimizer import HostOptimizer
 from minitrain.memory.recompute import recompute
 from minitrain.model.config import GPTConfig
@@ -36,6 +35,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks import checks, collectives
 from minitrain.ranks.launch import dryrun
 from minitrain.systems.attention.packed import packed_attention
+from minitrain.systems.memory.activations import AwayActivations
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from tests import nonsense
 from tests.pretend import PRETENDED, needs_pretended, pretended
@@ -46,6 +46,8 @@ MAKERS = "arange as_tensor empty empty_strided eye from_numpy full linspace logs
 MAKERS += " randperm scalar_tensor tensor tril_indices triu_indices zeros"
 ON_THE_HOST = {  # where, and why
     "systems/attention/packed.py:__init__": "counts on their way to a list",
+    "systems/faults/copies.py:keep": "a length",
+    "systems/faults/survive.py:_vote": "two numbers of the host's",
     "checkpoint/first.py:load": "which elements were found: a mask, kept beside the files' bytes",
     "checkpoint/load.py:read": "what a file has",
     "checkpoint/snapshot.py:begin": "nothing",
@@ -55,7 +57,7 @@ ON_THE_HOST = {  # where, and why
     "memory/pools.py:new_host": "is this a dry run?",
     "model/data/batches.py:batch": "rows of a file; a run moves them",
     "model/data/batches.py:random_tokens": "rows by a generator of the host's; a run moves them",
-    "model/data/corpus.py:batch": "rows of a file; a run moves them",
+    "systems/data/corpus.py:batch": "rows of a file; a run moves them",
     "model/gpt.py:initialise": "drawn on the host, so that every device has the same; copied",
     "precision/rounding.py:every_value": "a table to look at",
     "systems/attention/flash_3.py:random_signs": "drawn on the host; `turned` moves them",

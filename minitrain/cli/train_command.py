@@ -218,7 +218,7 @@ def check_checkpoints(settings: Settings, data) -> None:
 def open_data(length: int, text: Path | None = None, data: Path | None = None, **more) -> tuple:
     """The part to train on and, if it is long enough for one window, the part held out."""
     from minitrain.model.data.batches import Text
-    from minitrain.model.data.corpus import open_folder
+    from minitrain.systems.data.corpus import open_folder
 
     if text and data:
         raise ValueError(f"text={text} and data={data}: train on one of them")

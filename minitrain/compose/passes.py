@@ -29,7 +29,6 @@ from minitrain.attention.placed import Places
 from minitrain.data_parallel.hybrid import Chain
 from minitrain.data_parallel.sync import Sync
 from minitrain.data_parallel.zero3 import UnitBuffer, elements
-from minitrain.memory.activations import AwayActivations
 from minitrain.memory.host_optimizer import HostOptimizer, fused_adamw
 from minitrain.memory.pools import Transfer, is_fake, new_host, to_device, to_host
 from minitrain.memory.recompute import Hold, Results, dropping, recompute
@@ -48,6 +47,7 @@ from minitrain.precision.products import LowLinear, Scales, emulated
 from minitrain.ranks import collectives
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import placement
+from minitrain.systems.memory.activations import AwayActivations
 from minitrain.systems.memory.files import FileOptimizer, FileStore, piece_of
 from minitrain.systems.moe.move_experts import experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.overlapped_experts import by_capacity

@@ -5,5 +5,4 @@ First  recompute           a forward keeps what it began with, and a backward ru
        recompute_policies  what each block keeps, in words
 then   pools               memory of the device and of its host, and copies between them
        host_optimizer      ZeRO-Offload: states and updates on the host
-       activations         what layers keep for their backward, on the host
 """

@@ -31,8 +31,8 @@ class Process:
         self.checked = False  # is checked mode on? (call_log.py)
         # a rank that is gone (channel.py): since when, and how long a wait lasts from then on
         self.lost_since, self.patience_s = None, None
-        # launch: the helper of a caller, the job of a rank that torchrun has started
-        self.helper, self.job = None, None
+        # launch: the helper of a caller, the job of a rank that torchrun has started, a rank as a member
+        self.helper, self.job, self.team = None, None, None
         self.lock = threading.Lock()  # one launch at a time: of the helper, and of cloudpickle's lists
 
     def __reduce__(self) -> str:

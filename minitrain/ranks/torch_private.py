@@ -9,6 +9,7 @@ from operator import attrgetter
 
 import torch
 from torch import _C, _ops, overrides
+from torch.distributed import distributed_c10d
 from torch.utils import _python_dispatch, _pytree, backend_registration
 
 COMPILER = "torch._dynamo"  # torch.optim's first optimizer imports it, in as much time as torch itself
@@ -71,6 +72,11 @@ def __getattr__(name: str):
     if name not in FOR_DRY_RUNS:
         raise AttributeError(f"{__name__} has no {name}")
     return getattr(import_module(FOR_DRY_RUNS[name]), name)
+
+
+def count_groups_anew() -> None:
+    """A group that could not be made was counted, and names of later ones would differ from other ranks'."""
+    distributed_c10d._world.group_count = 0
 
 
 def in_backward() -> bool:

@@ -5,9 +5,9 @@ data_parallel  tensor_parallel  context  pipeline  moe  precision  memory  check
 communication    algorithms of collectives, as schedules of chunks
 annotate         sharding by annotation
 plan             planners and searches
-data             documents that say nearly the same
+data             files of tokens, documents that say nearly the same
 simulate         allocators, eviction, storage, failures
-faults           failures made on purpose, and their detectors
+faults           failures made on purpose, their detectors, and training that goes on
 
 Imported by compose/, course/ and cli/ alone; no technique knows of it.
 """

@@ -9,7 +9,6 @@ from minitrain import launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.course.saved_tensors import SavedTensors
 from minitrain.memory import activations
-from minitrain.memory.activations import AwayActivations
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT
@@ -18,6 +17,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.memory.activations import AwayActivations
 
 LENGTH, ROWS, WIDTH = 12, 6, 24
 SIZES = dict(vocab_size=29, d_model=WIDTH, num_heads=6, num_kv_heads=2, max_positions=16)

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from minitrain.memory import host_optimizer, pools
-from minitrain.memory.activations import AwayActivations
 from minitrain.memory.host_optimizer import HostOptimizer
 from minitrain.memory.pools import Transfer, new_host, to_device, to_host
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.torch_private import FakeTensor, outside_modes, storage_id
+from minitrain.systems.memory.activations import AwayActivations
 from tests.pretend import PRETENDED, needs_pretended, pretended
 
 

@@ -1,1 +1,1 @@
-"""Batches that are a pure function of (step, rank, size): batches, corpus, token_files, tokenizer"""
+"""Batches that are a pure function of (step, rank, size): batches, token_files, tokenizer"""

@@ -69,7 +69,7 @@ def channel_of(group: ProcessGroup) -> Channel:
     if not isinstance(group, ProcessGroup):
         raise ValueError(f"group is {group!r}; pass a process group: mesh.group('dp'), collectives.world()")
     channels[id(group)] = Channel(group, doors_of(group))
-    weakref.finalize(group, channels.pop, id(group))
+    weakref.finalize(group, channels.pop, id(group), None)
     return channels[id(group)]
 
 

@@ -28,6 +28,7 @@ from minitrain.ranks import collectives
 from minitrain.ranks.launch import ranks as launch_ranks
 from minitrain.ranks.launch import report
 from minitrain.ranks.launch.report import RETURNED, LaunchTimeout, RankError
+from minitrain.ranks.launch.team import Hung
 from minitrain.ranks.process import PROCESS
 
 GRACE_S = 0.3  # after the first error, for equal ones of other ranks
@@ -44,19 +45,25 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 BEFORE_FORKS = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
-def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, echo: bool, grace_s) -> list:
-    launch = Launch(ranks, echo, grace_s)
+def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, echo: bool, *faults) -> list:
+    launch = Launch(ranks, echo, *faults)
     try:
         # the ranks' own time-outs are far longer: the caller speaks, with the stacks of all in hand
         launch.start(call, checked=checked, patience_s=start_timeout_s + timeout_s + 86_400)
         launch.wait(timeout_s, start_timeout_s)
-        return [pickle.loads(launch.read(rank, "result")) for rank in range(ranks)]
+        results = {
+            rank: launch.read(rank, "result") * (state == "done") for rank, state in launch.states.items()
+        }
+        return [pickle.loads(data) if data else None for data in results.values()]
     finally:
         launch.stop()
 
 
 class Launch:  # the ranks of one `run`
-    def __init__(self, ranks: int, echo: bool, grace_s: float | None):
+    def __init__(
+        self, ranks: int, echo: bool, grace_s: float | None, survive=False, replace_s=None, hung_s=None
+    ):
+        self.survive, self.replace_s, self.hung_s = survive, replace_s, hung_s
         self.ranks, self.echo, self.cells, self.grace_s = ranks, echo, notebook_cells(), grace_s
         self.states = dict.fromkeys(range(ranks), "start")  # -> "there" -> "ready" -> "done" or "error"
         self.pids: dict[int, int] = {}
@@ -83,11 +90,13 @@ class Launch:  # the ranks of one `run`
         lines = linecache.cache.items()
         sources = {file: entry for file, entry in lines if len(entry) == 4 and entry[1] is None}
         request = dict(environ=environ, path=sys.path, folder=os.getcwd(), argv=sys.argv, **settings)
-        request |= dict(sources=sources, cells=self.cells, grace_s=self.grace_s)
+        request |= dict(sources=sources, cells=self.cells, grace_s=self.grace_s, survive=self.survive)
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
-        order = {"ranks": self.ranks, "modules": self.helper.modules()}
+        order = dict(
+            ranks=self.ranks, modules=self.helper.modules(), survive=self.survive, replace_s=self.replace_s
+        )
         with suppress(OSError):  # if the helper is dead, the events end, and `listen` says so
             self.lifeline.sendall(json.dumps(order).encode() + b"\n")
 
@@ -106,12 +115,16 @@ class Launch:  # the ranks of one `run`
     def wait_until(self, wanted: set[str], seconds: float) -> bool:
         """False if no rank has computed or received for so long, or one has as much processor time behind it.
         Raises as soon as a rank fails."""
-        clock = Clock(seconds)
-        while not set(self.states.values()) <= wanted:
+        clock, hung = Clock(seconds), Hung(self.path("roll"), self.hung_s or 0.0)
+        while not (there := self.there()) or not {self.states[rank] for rank in there} <= wanted:
             if clock.ended((self.helper.process.pid, *self.pids.values())):
                 self.show(ended=True)
                 return False
             self.listen(0.1)
+            if self.hung_s and (rank := hung.behind(self.pids)) is not None:  # a hang is a death
+                print(f"rank {rank} has not got on for {self.hung_s:g} s: killed", file=sys.stderr)
+                with suppress(ProcessLookupError):
+                    os.kill(self.pids[rank], signal.SIGKILL)
             self.show(ended=False)
             if self.failed():
                 self.let_others_end()
@@ -138,12 +151,20 @@ class Launch:  # the ranks of one `run`
         only_lost = not self.exits and all(map(report.lost_a_connection, errors))
         return LOST_GRACE_S if only_lost else GRACE_S
 
+    def there(self) -> list[int]:
+        """Those whose end this launch waits for: of one that survives all but the dead."""
+        dead = [rank for rank in self.exits if self.states[rank] != "done"] if self.survive else ()
+        return [rank for rank in self.states if rank not in dead]
+
     def failed(self) -> list[int]:
-        return [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
+        ended = [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
+        if self.survive and (self.there() or self.replace_s is not None):  # and somebody goes on
+            ended = [rank for rank in ended if self.states[rank] == "error"]
+        return ended
 
     def busy(self) -> list[int]:
         failed = self.failed()
-        return [rank for rank, state in self.states.items() if state != "done" and rank not in failed]
+        return [rank for rank in self.there() if self.states[rank] != "done" and rank not in failed]
 
     def listen(self, timeout_s: float) -> None:
         heard = wait_for([self.events], timeout_s)
@@ -162,6 +183,7 @@ class Launch:  # the ranks of one `run`
                 self.reaped = True
             elif event in ("pid", "exit"):
                 {"pid": self.pids, "exit": self.exits}[event][int(who)] = int(values[0])
+                self.states.setdefault(int(who), "start")  # a newcomer
             else:
                 self.states[int(who)] = event
                 self.helper.heavy.update(values)

@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from minitrain.ranks import collectives
 from minitrain.ranks.launch import pickled, report, shared_cores
+from minitrain.ranks.launch.team import MOST, Finished, Roll, Team
 from minitrain.ranks.process import PROCESS
 from minitrain.ranks.torch_private import COMPILER, autograd_functions
 
@@ -109,6 +110,7 @@ class RankGroup:  # the ranks of one launch, as the helper sees them
         self.gone_writer = open(gone_writer, "wb")
         self.pids: dict[int, int] = {}
         self.directory = self.line()
+        self.roll, self.replace_s, self.due = None, None, []  # of a launch that survives: when newcomers come
 
     def line(self) -> str:
         """One line of the lifeline and nothing that follows it; "" if the caller is gone."""
@@ -118,7 +120,8 @@ class RankGroup:  # the ranks of one launch, as the helper sees them
 
     def run(self, ended: int, caller_pid: int) -> None:
         while os.getppid() == caller_pid:
-            ready, _, _ = select.select([self.lifeline, ended], [], [], 0.5)
+            wait_s = max(0.0, min([0.5, *(at - time.monotonic() for at in self.due)]))
+            ready, _, _ = select.select([self.lifeline, ended], [], [], wait_s)
             if ended in ready:
                 os.read(ended, 4096)
                 self.reap()
@@ -126,19 +129,31 @@ class RankGroup:  # the ranks of one launch, as the helper sees them
                 if not (order := self.line()):
                     break
                 self.start(**json.loads(order))
+            while self.due and time.monotonic() >= self.due[0] and self.members < MOST:
+                del self.due[0]
+                self.fork(1)
         self.end()
 
-    def start(self, ranks: int, modules: list[str]) -> None:
+    def start(self, ranks: int, modules: list[str], survive: bool, replace_s: float | None) -> None:
         if missing := [name for name in modules if name not in sys.modules]:
             preload(missing)
-        for rank in range(ranks):
+        self.roll, self.replace_s = Roll(f"{self.directory}/roll") if survive else None, replace_s
+        self.ranks, self.members = ranks, 0
+        self.fork(ranks)
+
+    def fork(self, count: int) -> None:
+        new = range(self.members, self.members + count)
+        self.members += count
+        if self.roll:
+            self.roll.change(new, True)
+        for rank in new:
             pid = os.fork()
             if pid == 0:
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     self.gone_writer.close()
-                    Rank(rank, ranks, self).live()
+                    Rank(rank, self.ranks, self).live()
                 finally:
                     os._exit(70)  # never fall back into the helper's loop
             self.pids[pid] = rank
@@ -150,7 +165,12 @@ class RankGroup:  # the ranks of one launch, as the helper sees them
                 pid, status = child
                 if pid in self.pids:
                     kill(os.killpg, pid)
-                    say(self.events, self.pids.pop(pid), "exit", os.waitstatus_to_exitcode(status))
+                    rank = self.pids.pop(pid)
+                    if self.roll:
+                        self.roll.change([rank], False)
+                    if self.replace_s is not None:
+                        self.due.append(time.monotonic() + self.replace_s)
+                    say(self.events, rank, "exit", os.waitstatus_to_exitcode(status))
                     self.gone_writer.close()
 
     def end(self) -> None:
@@ -219,6 +239,10 @@ class Rank:
             data = pickled.result(result)
             with open(self.path("result"), "wb") as file:
                 file.write(data)
+            if PROCESS.team:
+                PROCESS.team.finish()
+        except Finished:  # it has come too late
+            self.wait_for_the_end("done")
         except BaseException as error:  # SystemExit included: who leaves early fails the launch
             with open(self.path("error"), "w", encoding="utf-8") as file:
                 json.dump(report.record(error), file)
@@ -276,7 +300,11 @@ class Rank:
         PROCESS.on_open = shared_cores.calm
         path = os.fsencode(f"{self.launch.directory}/rendezvous")  # a name that the locale cannot write, too
         patience = datetime.timedelta(seconds=request["patience_s"])
-        init_group(dist.FileStore(path, self.ranks), self.rank, self.ranks, patience)
+        if request["survive"]:
+            PROCESS.team = Team(self.launch.directory, self.rank, self.ranks, patience)
+            PROCESS.team.regroup()
+        else:
+            init_group(dist.FileStore(path, self.ranks), self.rank, self.ranks, patience)
         collectives.set_checked(request["checked"])
         if request["grace_s"] is not None:
             PROCESS.patience_s = request["grace_s"] / 3

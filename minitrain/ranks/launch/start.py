@@ -50,6 +50,9 @@ def run(
     checked: bool | None = None,
     echo: bool = True,
     grace_s: float | None = None,
+    survive: bool = False,
+    replace_s: float | None = None,
+    hung_s: float | None = None,
 ) -> list:
     """Call fn(*args) on every rank and return the results in rank order.
 
@@ -61,15 +64,29 @@ def run(
     environment that torchrun gives (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE), one torch thread, and
     all seeds at 0; when fn has returned everywhere it is killed: what must be closed is closed in fn. For
     `grace_s` after the first failure the others may come to an end by themselves, to save what they have say:
-    a collective that waits for a rank that is gone fails after a third of it (torchrun ends them itself)."""
+    a collective that waits for a rank that is gone fails after a third of it (torchrun ends them itself).
+
+    With `survive` a rank that dies ends itself alone, and its result is None: collectives of the others raise
+    a RuntimeError, and `team().regroup()` gives them their next group (team.py). `replace_s` after a death a
+    newcomer comes, with a result of its own. When nobody has got on for `hung_s`, longer than any rank works
+    without a collective, the one furthest behind is killed. A rank that raises still ends the launch."""
     if os.environ.get("MINITRAIN_INSIDE"):
         cure = "call run from the outside, or use dist.new_group for fewer ranks than there are"
         raise ValueError(f"run was called inside a rank; a rank cannot start ranks: {cure}")
     if not callable(fn):
         raise ValueError(f"fn={fn!r} is not a function; write run(fn) with the function, not run(fn())")
-    times = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s, "grace_s": grace_s}
+    times = dict(
+        timeout_s=timeout_s,
+        start_timeout_s=start_timeout_s,
+        grace_s=grace_s,
+        replace_s=replace_s,
+        hung_s=hung_s,
+    )
     require_positive_ints(ranks=ranks)
     require_positive(**{name: seconds for name, seconds in times.items() if seconds not in (None, math.inf)})
+    if survive and (grace_s or in_a_job()) or not survive and (replace_s or hung_s):
+        need = "replace_s and hung_s need it, grace_s ends all, and so does torchrun"
+        raise ValueError(f"survive={survive} with {grace_s=}, {replace_s=}, {hung_s=}: {need}")
     checked = os.environ.get("MINITRAIN_CHECKED") != "0" if checked is None else checked
     timeout_s, start_timeout_s = min(timeout_s, LONGEST_S), min(start_timeout_s, LONGEST_S)
     if in_a_job():
@@ -79,7 +96,8 @@ def run(
         return job.run(fn, args, timeout_s, checked)
     with PROCESS.lock:
         call = pickled.call(fn, args)
-        return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, grace_s)
+        faults = grace_s, survive, replace_s, hung_s
+        return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, *faults)
 
 
 class Job:

@@ -6,6 +6,7 @@ First  chain_plan, chain   a chain of layers: what is kept and run again, as a l
 then   window              what is used in a known order, fetched before it is needed (ZeRO-Infinity);
                            a window of layers on the device (STRONGHOLD), or one (L2L)
        chunks              PatrickStar: parameters in equal chunks, whose place their gradients take
-then   files               ZeRO-Infinity: tensors in files, optimizers whose states are there, and layers
+then   activations         what layers keep for their backward, on the host (vDNN)
+       files               ZeRO-Infinity: tensors in files, optimizers whose states are there, and layers
 beside limits              the smallest limit under which a run still ends well
 """

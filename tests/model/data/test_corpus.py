@@ -20,11 +20,11 @@ from minitrain.cli import main
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import MASKED
-from minitrain.model.data.corpus import BLOCK, Mixture, Source, open_folder
 from minitrain.model.data.token_files import read_tokens, write_pair
 from minitrain.model.data.tokenizer import Tokenizer
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
+from minitrain.systems.data.corpus import BLOCK, Mixture, Source, open_folder
 
 DOCUMENTS = [[3, 1, 4], [1], [5, 9, 2, 6], [], [5, 3, 5]]
 HEAD, LETTERS = b"MMIDIDX\x00\x00", {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 7: "f", 8: "H"}

@@ -1,0 +1,85 @@
+"""Pieces from ranks to ranks: the bits of the other run, the bytes of the formula, nothing for what is here."""
+
+import pytest
+import torch
+
+from minitrain import collectives, launch
+from minitrain.compose.parallelize import parallelize
+from minitrain.model.training.optim import AdamW
+from minitrain.plan.strategy import Strategy
+from minitrain.systems.faults.live import Live
+from tests.parallel import Problem, rows_of_problem, small
+
+PROBLEM = Problem(config=small(tied=False))
+LAYOUTS = {
+    "dp": dict(dp=4),
+    "tp": dict(dp=2, tp=2),
+    "pp": dict(dp=2, pp=2, microbatches=2),
+    "zero1": dict(dp=4, zero=1, bucket_bytes=3000),
+    "zero3": dict(dp=4, zero=3, bucket_bytes=3000),
+}
+
+
+def made(layout: dict, optimizer=True, seed: int = 3, config=PROBLEM.config):
+    make = (lambda params: AdamW(params, lr=PROBLEM.lr)) if optimizer else None
+    return parallelize(config, Strategy(precision="float64", **layout), make, seed=seed)
+
+
+def states_after_a_move(there: str, here: str) -> tuple:
+    old, new = made(LAYOUTS[there]), made(LAYOUTS[here], seed=4)
+    old.step(old.batch(rows_of_problem(PROBLEM, 0), 0), PROBLEM.clip)
+    live = Live(old.pieces(), old.plain_state(), collectives.world())
+    new.load_pieces(live)
+    losses = [
+        run.total(run.step(run.batch(rows_of_problem(PROBLEM, 1), 1), PROBLEM.clip).loss).item()
+        for run in (old, new)
+    ]
+    states = [run.state_dict() for run in (old, new)]
+    apart = max((states[0]["parameters"][n] - x).abs().max() for n, x in states[1]["parameters"].items())
+    return *losses, apart.item(), live.moved_bytes
+
+
+@pytest.mark.parametrize(
+    "there, here",
+    [("dp", "zero3"), ("zero3", "tp"), ("tp", "pp"), ("pp", "zero1"), ("zero1", "dp"), ("tp", "tp")],
+)
+def test_any_layout_to_any_other(there, here):
+    """The next step is the other run's, with its optimizer states; what is here moves nothing."""
+    for before, after, apart, moved in launch.run(states_after_a_move, there, here, ranks=4):
+        assert before == pytest.approx(after, abs=1e-12) and apart < 1e-12
+        assert (moved == 0) == ((there, here) in (("dp", "zero3"), ("tp", "tp")))
+
+
+def bytes_of_a_reshard(tp: int) -> tuple[int, int]:
+    """From ZeRO-3 over all ranks to whole parameters, or tp's halves: what this rank sends, and 8P."""
+    config = small(vocab_size=32, num_kv_heads=4)
+    old = made(dict(dp=4, zero=3), False, 3, config)
+    new = made(dict(dp=4 // tp, tp=tp), False, 4, config)
+    live = Live(old.pieces(), old.plain_state(), collectives.world())
+    new.load_pieces(live)
+    same = all(
+        torch.equal(x, new.state_dict()["parameters"][n]) for n, x in old.state_dict()["parameters"].items()
+    )
+    return live.moved_bytes, sum(8 * x.numel() for x in old.state_dict()["parameters"].values()), same
+
+
+def test_from_zero_3_to_whole_moves_what_the_formula_says():
+    for moved, whole, same in launch.run(bytes_of_a_reshard, 1, ranks=4):
+        assert moved == 3 * whole // 4 and whole % 4 == 0 and same
+
+
+def lacking() -> str:
+    """Two of four tp ranks give nothing."""
+    old, world = made(LAYOUTS["tp"]), collectives.world()
+    pieces = old.pieces() if world.rank() % 2 == 0 else []
+    new, before = made(LAYOUTS["dp"], seed=4), None
+    before = {n: x.clone() for n, x in new.state_dict()["parameters"].items()}
+    with pytest.raises(ValueError) as error:
+        new.load_pieces(Live(pieces, {}, world))
+    assert all(torch.equal(x, before[n]) for n, x in new.state_dict()["parameters"].items())
+    return str(error.value)
+
+
+def test_what_nobody_has_is_refused_before_anything_changes():
+    (said,) = set(launch.run(lacking, ranks=4))
+    assert "ranks have" in said and "elements of parameters/" in said
