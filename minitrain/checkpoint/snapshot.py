@@ -60,7 +60,12 @@ class Snapshot:
         self.changed = threading.Condition()
         self.move = move
         self.blocks: list[Block] = []
+        self.pieces: list[Piece] = []  # without their memory, for a writer
+        self._values: list[Tensor | None] = []  # of the piece of each block, until it is copied
+        self._blocks_of: dict[tuple, range] = {}  # by name and start of a piece
         self._last_of: dict[str, int] = {}  # blocks up to the last of a parameter
+        self._ends: list[int] = []  # of each chunk, in blocks
+        self.slots = self.slot_bytes = 0
         self.copied = self.written = 0  # blocks
         self.error: BaseException | None = None
         self.given_up = False
@@ -150,7 +155,7 @@ class Snapshot:
                 if self.stream:
                     self.stream.wait_event(self._computed)
                 for number, block in enumerate(self.blocks):
-                    self._until(lambda: block.chunk < self.slots + self._free_chunks())
+                    self._wait_for(lambda: block.chunk < self.slots + self._free_chunks())
                     self.move(self._values[number], block.first, block.last, self._place(number, number))
                     if self.stream and (number + 1) % AT_ONCE and number + 1 != self._ends[block.chunk]:
                         continue
@@ -179,7 +184,7 @@ class Snapshot:
         begin = first.chunk % self.slots * self.slot_bytes
         return self.memory[begin + first.offset : begin + last.offset + last.bytes]
 
-    def _until(self, condition) -> None:
+    def _wait_for(self, condition) -> None:
         with self.changed:
             self.changed.wait_for(lambda: condition() or self.given_up or self.error)
             if self.given_up:
@@ -196,7 +201,7 @@ class Snapshot:
         number = blocks.start
         while number < blocks.stop:
             end = self._ends[self.blocks[number].chunk]
-            self._until(lambda: self.copied >= end)
+            self._wait_for(lambda: self.copied >= end)
             last = min(end, blocks.stop, number + RUN_BLOCKS) - 1
             yield self._place(number, last).numpy()
             number = last + 1

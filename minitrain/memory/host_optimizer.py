@@ -19,8 +19,7 @@ Differs: any elementwise optimizer; its kernel is torch's fused one where it has
 
 from collections import defaultdict
 from concurrent.futures import Future
-from inspect import getattr_static
-from types import FunctionType, MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,8 +130,8 @@ class HostOptimizer(torch.optim.Optimizer):
         alone = nn.Parameter(twin.detach())  # with the gradient that it has now
         alone.grad_dtype, alone.grad = twin.grad_dtype, twin.grad
         vars(alone).update(vars(twin))
-        one = OptimizerOfOne(self.inner, group, alone, self.inner.state.get(twin, {}))
-        self._pending.append((param, pools.work(one.updated, twin, after=self._there[param])))
+        one = of_one(self.inner, group, alone, self.inner.state.get(twin, {}))
+        self._pending.append((param, pools.work(partial(updated, one), twin, after=self._there[param])))
 
     def settle(self) -> bool:
         """Bring the weights of an update under way to the device; False if there is none."""
@@ -170,25 +169,19 @@ class HostOptimizer(torch.optim.Optimizer):
                 to_host(param, out=twin).wait()
 
 
-class OptimizerOfOne:
-    """`optimizer` as if it had one parameter, with the settings it has now: for another thread, or a piece.
-    No hook of an optimizer's steps sees it."""
+def of_one(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor, state: dict[str, Any]):
+    """A copy of `optimizer` that has this parameter alone, with the settings of now: for another thread, or a
+    piece of a tensor."""
+    one = object.__new__(type(optimizer))  # copy.copy keeps only what torch's __getstate__ names
+    groups = [dict(group, params=[param])]
+    vars(one).update(vars(optimizer), param_groups=groups, state=defaultdict(dict, {param: state}))
+    return one
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor, state: dict):
-        self._optimizer, self._param = optimizer, param
-        self.param_groups = [dict(group, params=[param])]
-        self.state = defaultdict(dict, {param: state})
 
-    def __getattr__(self, name: str) -> Any:
-        """The optimizer's settings; its methods see this parameter and its state."""
-        kind = type(self._optimizer)
-        if name not in vars(self._optimizer) and isinstance(getattr_static(kind, name), FunctionType):
-            return MethodType(getattr(kind, name), self)
-        return getattr(self._optimizer, name)
-
-    def updated(self) -> dict[str, Any]:
-        type(self._optimizer).step.__wrapped__(self)
-        return self.state[self._param]
+def updated(one: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of its only parameter after a step. No hook of an optimizer's steps sees it."""
+    type(one).step.__wrapped__(one)
+    return one.state[one.param_groups[0]["params"][0]]
 
 
 def fused_adamw(weight: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ back. With a graph that is used again (retain_graph) inputs stay, and each backw
 Two passes that differ in number, shape or dtype are refused. Sends what is run again sends. Memory: inputs
 and kept results until the second pass is over; what it finds and is wanted, until it is used. Chen et al.
 2016, arXiv:1604.06174, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 5, and Megatron-Core's
-output discarding (`dropping`). Differs from torch.utils.checkpoint: what is kept has a name in the model; a
-named computation whose inputs are all that is wanted is not begun.
+output discarding (`dropping`). Differs from torch.utils.checkpoint: what is kept has a name in the model;
+if backward needs only the inputs of a named result, the result is not recomputed.
 """
 
 from __future__ import annotations

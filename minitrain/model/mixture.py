@@ -130,14 +130,14 @@ class MixtureOfExperts(nn.Module):
         positions = positions.expand(x.shape[:2])
         mask = (positions >= 0).flatten() if may_be_padding else None
         routing = self.router(scores, positions, mask)
-        chosen, c, order = routing.experts.view(*x.shape[:2], -1), self.config, None
+        c, row_choices, order = self.config, routing.experts.view(*x.shape[:2], -1), None
         if c.whole_rows:
-            chosen, order = self.whole_rows(chosen, positions)
-        self.collect(scores, routing, chosen, mask)
+            row_choices, order = self.whole_rows(row_choices, positions)
+        self.collect(scores, routing, row_choices, mask)
         drops = c.router not in ("expert_choice", "balanced") and routing.sizes is None
         if c.capacity_factor and self.training and drops:
             room = router.capacity_of(row_length, self.num_experts, c.top_k, c.capacity_factor)
-            places = self.places(chosen, order, x.shape[1])
+            places = self.places(row_choices, order, x.shape[1])
             routing = routing.within(room, places.flatten(0, 1))
         return routing
 

@@ -97,7 +97,7 @@ E3M2 = Format("e3m2", 3, 2, 3, "none")
 E2M3 = Format("e2m3", 2, 3, 1, "none")
 E2M1 = Format("e2m1", 2, 1, 1, "none")
 NF4 = Format("nf4", 0, 3, 0, "none", table=NORMAL_FLOAT)
-INT8 = Format("int8", 0, 7, -6, "none", torch.int8)
+INT8 = Format("int8", 0, 7, -6, "none", torch.int8)  # no exponent; bias 1 - M: the step is 1
 INT4 = Format("int4", 0, 3, -2, "none")
 
 SMALL = (E4M3, E5M2, E4M3_IEEE, E3M4, E4M3_FNUZ, E5M2_FNUZ, HFP8_FORWARD, E8M0, E3M2, E2M3, E2M1, NF4, INT8)

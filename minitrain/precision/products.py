@@ -104,11 +104,11 @@ class Scales(nn.Module):
         amax = amax_of(x, blocks)
         if delayed:
             self.note(role, amax)
-            broken, amax = amax - amax, self.expected(role)
+            poison, amax = amax - amax, self.expected(role)
         else:
             amax = collectives.all_reduce(amax, self.group, op="max")
-            broken = amax - amax  # 0, or NaN
-        return cast(x + broken.to(x.dtype), blocks, amax=usable(amax), fill=True)
+            poison = amax - amax  # 0; NaN if x is not finite, which a foreign amax would hide
+        return cast(x + poison.to(x.dtype), blocks, amax=usable(amax), fill=True)
 
     def shared(self, blocks: Blocks, dims: str) -> bool:
         if self.group is None or blocks.scale != "float32" or blocks.tile not in ((), (0,)):

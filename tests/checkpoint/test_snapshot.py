@@ -164,7 +164,7 @@ def test_a_chunk_is_handed_on_while_the_next_is_copied():
 def test_a_slot_is_filled_again_only_when_it_is_written():
     """Three chunks, two slots: the third waits until the first is taken, and overwrites it."""
     pieces, snapshot = some_pieces(8, 8, 8), Snapshot("cpu", chunk_bytes=64, slots=2)
-    full, real = threading.Event(), snapshot._until
+    full, real = threading.Event(), snapshot._wait_for
 
     def until(condition):
         if not condition() and snapshot.copied == 2:
@@ -173,7 +173,7 @@ def test_a_slot_is_filled_again_only_when_it_is_written():
 
     snapshot.begin(pieces)
     with Threads() as threads:
-        snapshot._until = until
+        snapshot._wait_for = until
         threads.start(snapshot.copy)
         assert full.wait(DEADLOCK_S)  # the copy wants a third slot
         blocks = snapshot.blocks_of(pieces[0])

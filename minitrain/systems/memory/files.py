@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minitrain.memory.host_optimizer import OptimizerOfOne
+from minitrain.memory.host_optimizer import of_one, updated
 from minitrain.memory.pools import Transfer
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.collectives import announce_host
@@ -290,8 +290,8 @@ class FileOptimizer:
             if part is not param:
                 part.grad_dtype, part.grad = param.grad_dtype, piece.of(param.grad)
             on_device = {key: x.to(param.device) if isinstance(x, Tensor) else x for key, x in state.items()}
-            updated = OptimizerOfOne(self.inner, group, part, on_device).updated()
-            self._done, self._last = number + 1, (piece, updated)
+            state = updated(of_one(self.inner, group, part, on_device))
+            self._done, self._last = number + 1, (piece, state)
             self._write_last()
         self._done = 0
 

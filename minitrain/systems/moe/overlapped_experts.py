@@ -35,7 +35,8 @@ Work = Callable[..., Tensor]  # (rows [R, D], counts [E/n], *params) -> [R, D], 
 
 
 def interleave(travels: Iterable[Generator], enter: int = 1) -> list:
-    """What each travel returns. In each round `enter` more begin; all move on to a `yield`, these first."""
+    """Round-robin over generators: each round starts `enter` new ones, then advances all to their next
+    `yield`, the new ones first. Returns what each of them returned, in the order of `travels`."""
     require_positive_ints(enter=enter)
     waiting, under_way, results = list(enumerate(travels)), [], {}
     while waiting or under_way:

@@ -122,8 +122,9 @@ def descent(state: tuple, moves: Callable[[tuple], Iterable[tuple]], few: int) -
 
 
 def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
-    """(seconds, holders) whenever the search found better, from no copies to the plan, at most 5 % above the
-    best in our small cases: descents from the eight best of copies everywhere of the k heaviest experts."""
+    """(seconds, holders) whenever the search found better, from no copies to the plan. Local search from the
+    eight best starts (the k heaviest experts copied everywhere); a move adds or removes one copy, and where
+    none helps, pairs that begin with the four best moves. At most 5 % above the best in our small cases."""
     require_nonempty(counts=counts)
     experts, ranks = len(counts[0]), len(counts)
     priced = lambda holders: (seconds(counts, holders, costs), holders)

@@ -231,27 +231,29 @@ def checkmate(nodes: Sequence[Node], budget: Number) -> Rematerialization:
     program, n = IntegerProgram(), len(nodes)
     share = lambda size: size / budget if budget else 0.0
     users = [[j for j in range(n) if i in nodes[j].inputs] for i in range(n)]
+    R = lambda t, i: ("R", t, i)  # node i is computed in stage t
+    S = lambda t, i: ("S", t, i)  # it is held when stage t begins
+    Free = lambda t, i, k: ("free", t, i, k)  # it leaves as soon as node k is computed in stage t
     for t in range(n):
-        again, held = (lambda i, t=t: ("R", t, i)), (lambda i, t=t: ("S", t, i))
-        program.add({again(t): 1}, 1, 1)
+        program.add({R(t, t): 1}, 1, 1)  # stage t computes node t for the first time
         for i in range(t + 1):
-            for j in nodes[i].inputs:
-                program.add({again(i): 1, again(j): -1, held(j): -1}, -inf, 0)
-            if i < t:
-                before = {} if i == t - 1 else {("S", t - 1, i): -1}
-                program.add({held(i): 1, ("R", t - 1, i): -1, **before}, -inf, 0)
-        used = {held(i): share(nodes[i].bytes) for i in range(t)}
+            for j in nodes[i].inputs:  # R <= R + S: an input is computed in this stage, or held
+                program.add({R(t, i): 1, R(t, j): -1, S(t, j): -1}, -inf, 0)
+            if i < t:  # S <= R + S of the stage before: what is held was computed there, or held
+                before = {} if i == t - 1 else {S(t - 1, i): -1}
+                program.add({S(t, i): 1, R(t - 1, i): -1, **before}, -inf, 0)
+        used = {S(t, i): share(nodes[i].bytes) for i in range(t)}  # grows by each computation
         for k in range(t + 1):
-            used[again(k)] = share(nodes[k].bytes)
-            program.add({**used, again(k): share(nodes[k].bytes + nodes[k].scratch)}, -inf, 1)
+            used[R(t, k)] = share(nodes[k].bytes)
+            program.add({**used, R(t, k): share(nodes[k].bytes + nodes[k].scratch)}, -inf, 1)
             for i in {*nodes[k].inputs, k}:
-                free = ("free", t, i, k)
-                used[free] = -share(nodes[i].bytes)
-                bounds = [("R", t, j) for j in users[i] if k < j <= t] + [("S", t + 1, i)] * (t + 1 < n)
-                program.add({free: 1, again(k): -1}, -inf, 0)
-                for bound in bounds:
-                    program.add({free: 1, bound: 1}, -inf, 1)
-    chosen = program.solve({("R", t, i): nodes[i].cost for t in range(n) for i in range(t + 1)})
+                used[Free(t, i, k)] = -share(nodes[i].bytes)
+                # if k was computed, nobody in this stage needs i after it, and the next one does not hold it
+                later = [R(t, j) for j in users[i] if k < j <= t] + [S(t + 1, i)] * (t + 1 < n)
+                program.add({Free(t, i, k): 1, R(t, k): -1}, -inf, 0)
+                for use in later:
+                    program.add({Free(t, i, k): 1, use: 1}, -inf, 1)
+    chosen = program.solve({R(t, i): nodes[i].cost for t in range(n) for i in range(t + 1)})
     if chosen is None:
         raise ValueError(f"Checkmate: no plan of {n} nodes fits {budget} bytes; use a larger budget")
     return _result(nodes, chosen)
