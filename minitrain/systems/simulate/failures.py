@@ -9,17 +9,24 @@
 
 Failures are of machines, each renewed where it failed: times between failures of one are exponential (shape
 1) or Weibull (below 1: they come in clusters; above: machines wear out). N machines have 1/N of a machine's
-mean time between failures. Differs from a real job: a failure is seen at once, and spare machines never run
-out. A write that a failure cuts short begins again with the run, if memory survived.
+mean time between failures. Differs from a real job: a restart, with the time until the failure is
+seen, takes always the same; spare machines never run out (`spares`: how many that takes). A write that a
+failure cuts short begins again with the run, if memory survived. REPORTS, LLAMA_3: what was published.
 """
 
 import heapq
 import random
 from collections.abc import Iterator
-from math import ceil, gamma, log
+from math import ceil, erf, exp, gamma, log, sqrt
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive, require_positive_ints
+from minitrain.ranks.checks import (
+    require_fractions,
+    require_ints,
+    require_nonnegative,
+    require_positive,
+    require_positive_ints,
+)
 
 
 class Failure(NamedTuple):
@@ -127,3 +134,68 @@ def simulate(
         restarting_s += level.restart_s
         resumed_s = failure.at_s + level.restart_s
     return Outcome(work_s, end - work_s, lost_s, restarting_s, count, to_disk)
+
+
+class Report(NamedTuple):
+    """What was published of a run: failures, at least and at most, of so many GPUs in so many days."""
+
+    run: str
+    gpus: int
+    days: float
+    least: float
+    most: float
+    source: str
+
+    # between two failures, of one GPU and of the job: at least, at most
+    gpu_hours = property(lambda self: tuple(24 * self.days * self.gpus / n for n in (self.most, self.least)))
+    hours = property(lambda self: tuple(hours / self.gpus for hours in self.gpu_hours))
+
+
+_SURVEY = "Duan et al. 2024, arXiv:2407.20018, section 8.1"
+REPORTS = (  # six times as often in one as in another: a rate is of a fleet, never of a kind of GPU
+    Report("Llama 3 405B, all", 16_384, 54, 466, 466, "arXiv:2407.21783, section 3.3.4"),
+    Report("Llama 3 405B, unexpected", 16_384, 54, 419, 419, "arXiv:2407.21783, section 3.3.4"),
+    Report("OPT-175B", 992, 14, 40, float("inf"), _SURVEY),  # more than 40
+    Report("BLOOM-176B", 384, 7, 1, 2, "arXiv:2211.05100; per week"),
+    Report("Alibaba, a node", 8, 1, 0.015, 0.015, _SURVEY),
+)
+# Table 5 of the Llama 3 report, unexpected interruptions by cause: prints 148 as 30.1, GPU's as 58.7 %;
+# both fit 126, and the counts give 35.3 and 64.0 %. C4, arXiv:2406.04594: 82.5 % hit one node or device.
+LLAMA_3 = {
+    "GPU": {"faulty GPU": 148, "HBM3": 72, "SRAM": 19, "system processor": 17, "silent": 6, "thermal": 6},
+    "host": {"NIC": 7, "SSD": 3, "power": 3, "chassis": 2, "IO board": 2, "CPU": 2, "memory": 2},
+    "network": {"switch or cable": 35},
+    "other": {"software": 54, "host maintenance": 32, "NCCL watchdog": 7, "dependency": 2},
+}
+
+
+def at_least_one(chance: float, machines: int) -> float:
+    """The chance that any of so many machines fails, if each does by itself with this one."""
+    require_fractions(chance=chance)
+    require_ints(machines=machines)
+    return 1 - (1 - chance) ** machines
+
+
+def spares(machines: int, machine_mtbf_s: float, repair_s: float, chance: float = 0.999) -> int:
+    """The fewest spare machines that stand in for those in repair, at any time with this chance: how many are
+    in repair is Poisson's, machines · repair / MTBF on average (M/G/infinity)."""
+    require_positive_ints(machines=machines)
+    require_positive(machine_mtbf_s=machine_mtbf_s)
+    require_nonnegative(repair_s=repair_s)
+    require_fractions(chance=chance)
+    if (mean := machines * repair_s / machine_mtbf_s) > 700 or chance == 1:
+        raise ValueError(f"{mean:.0f} of {machines} machines in repair, {chance=}; use up to 700, below 1")
+    count, covered, term = 0, 0.0, exp(-mean)
+    while covered + term < chance and term > 0:
+        count, covered = count + 1, covered + term
+        term *= mean / count
+    return count
+
+
+def expected_largest(ranks: int) -> float:
+    """E[max] of independent normal draws, in standard deviations: how much longer than the mean a step takes,
+    which waits for its slowest rank. Less than sqrt(2 ln n): 0.62 of it for 4 ranks, 0.90 for 16,384."""
+    require_positive_ints(ranks=ranks)
+    below = lambda x: (0.5 * (1 + erf(x / sqrt(2)))) ** ranks  # all of them
+    grid = [(i + 0.5) / 200 for i in range(2000)]
+    return sum(1 - below(x) - below(-x) for x in grid) / 200
