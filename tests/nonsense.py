@@ -72,6 +72,7 @@ ELSEWHERE = {  # rooms of the package, and what asks them
         "a page is read and pasted, and checks nothing"
     ),
     "ranks.torch_private": "names of torch's, for this package alone",
+    "systems.simulate.crash_model systems.simulate.crashes": "disks and a copy that break on purpose: tests of their own",
 }
 WHOLE = [0, -1, math.nan, math.inf, 10**30, 0.5, None, "nope", ()]
 REAL = [1e30 if value == 10**30 else value for value in WHOLE]

@@ -70,78 +70,15 @@ def convert(
     one tensor of a layer at a time, in the dtype in which it was saved, from whatever layout."""
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"{target} is not empty: give a new folder")
+    from minitrain.systems.checkpoint.hugging_face import export_weights, import_weights
+
     if (source / "config.json").exists():
         size = import_weights(source, target)
         echo(f"{size:,} bytes in {target}, as checkpoint of step 0")
     else:
-        store = store_of(source)
-        size = export_weights(store, step_of(store, step), target)
+        manifest, files = (store := store_of(source)).open(step_of(store, step))
+        size = export_weights(files, config_in(manifest), target)
         echo(f"{size:,} bytes in {target / 'model.safetensors'}")
-
-
-# ---- to and from Hugging Face ----------------------------------------------------------------------------
-
-
-def export_weights(store, step: int, folder: Path) -> int:
-    """config.json and model.safetensors; returns the bytes of the latter."""
-    from minitrain.checkpoint.load import Saved
-    from minitrain.systems.checkpoint.hugging_face import family_of, outgoing, settings_of, write_tensors
-
-    manifest, files = store.open(step)
-    config = config_in(manifest)
-    weights = Weights(Saved(files), config)
-    shapes = {name: (x.dtype, tuple(x.shape)) for name, x in outgoing(weights.shapes(), config)}
-    (dtype, _), *_ = shapes.values()
-    settings = settings_of(config, family_of(config)) | {"dtype": str(dtype).removeprefix("torch.")}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    return write_tensors(folder / "model.safetensors", shapes, outgoing(weights, config))
-
-
-def import_weights(folder: Path, target: Path) -> int:
-    """A checkpoint of step 0 with parameters alone; returns the bytes of its file."""
-    from minitrain.checkpoint.format import write_file
-    from minitrain.checkpoint.store import Store, file_name
-    from minitrain.model.config import plain_values
-    from minitrain.ranks.pieces import whole_piece
-    from minitrain.systems.checkpoint.hugging_face import Tensors, config_of, incoming
-
-    config = config_of(json.loads((folder / "config.json").read_text()))
-    head = f"layers.{config.num_layers + 1}.out.weight"  # if it is tied, the table of tokens
-    theirs = ((n, x) for n, x in incoming(Tensors(folder), config) if not (config.tied and n == head))
-    pieces = (whole_piece(f"parameters/{name}", x) for name, x in theirs)
-    store = Store(target)
-    written = write_file(store.disk, store.begin(0) / file_name(0), pieces, {"numbers": {}})
-    plain = dict(identity=plain_values(config), strategy={}, position={"step": 0}, records=[])
-    store.commit(0, [written], plain)
-    store.unlock()
-    return written.size
-
-
-class Weights:
-    """The parameters of a checkpoint, whole, each read when asked for; a tied head under its own name."""
-
-    def __init__(self, saved, config):
-        self.saved, start = saved, "parameters/"
-        self.entries = {n.removeprefix(start): e[0] for n, e in saved.entries.items() if n.startswith(start)}
-        if config.tied:
-            self.entries[f"layers.{config.num_layers + 1}.out.weight"] = self.entries["layers.0.tokens"]
-
-    def empty(self, name: str, device: str):
-        import torch
-
-        return torch.empty(self.entries[name].whole, dtype=self.entries[name].dtype, device=device)
-
-    def shapes(self) -> dict:
-        return {name: self.empty(name, "meta") for name in self.entries}
-
-    def __getitem__(self, name: str):
-        from minitrain.ranks.pieces import whole_piece
-
-        piece = whole_piece(self.entries[name].name, self.empty(name, "cpu"))
-        self.saved.fill(piece)
-        self.saved.finish()  # what is damaged is said here
-        return piece.values
 
 
 def config_in(manifest: dict):

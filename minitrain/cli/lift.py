@@ -152,10 +152,9 @@ class Source:
         inner = bound | bound_in(node)
         for field, child in children:
             for one in child if isinstance(child, list) else [child]:
+                there = bound if field in ("decorator_list", "args") else inner
                 if isinstance(one, ast.AST) and field != "returns":
-                    yield from self.walk(
-                        one, dropped, bound if field in ("decorator_list", "args") else inner
-                    )
+                    yield from self.walk(one, dropped, there)
 
 
 def file_of(module: str) -> Path | None:
@@ -171,9 +170,9 @@ def target(module: str, name: str) -> Ours | str | None:
     full = f"{module}.{name}"
     if full.startswith(REPLACED) and module != PLAIN:
         return PLAIN if full in REPLACED else (PLAIN, name)
-    return (
-        None if not module else full if file_of(full) else source_of(module).resolve(name) or (module, name)
-    )
+    if not module:
+        return None
+    return full if file_of(full) else source_of(module).resolve(name) or (module, name)
 
 
 def stored(nodes: Iterable[ast.AST]) -> set[str]:
@@ -183,12 +182,8 @@ def stored(nodes: Iterable[ast.AST]) -> set[str]:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
-            case (
-                ast.MatchAs(name=str(name))
-                | ast.MatchStar(name=str(name))
-                | ast.ExceptHandler(name=str(name))
-            ):
-                names.add(name)
+            case ast.MatchAs() | ast.MatchStar() | ast.ExceptHandler():
+                names |= {node.name} - {None}
         if not isinstance(node, (ast.ClassDef, *SCOPES)):
             names |= stored(ast.iter_child_nodes(node))
     return names
@@ -373,9 +368,8 @@ class Lifting:
         if one[0] == "minitrain.ranks.process":
             self.refuse("it needs what the ranks of minitrain's launches share (ranks/process.py)")
         if one[1] not in source.defs:
-            self.refuse(
-                f"it needs {one[1]} of {'ranks' if one[0] == PLAIN else one[0]}, which is no part of a file"
-            )
+            whose = "ranks" if one[0] == PLAIN else one[0]
+            self.refuse(f"it needs {one[1]} of {whose}, which is no part of a file")
         self.reached[one] = None
         for node in source.defs[one[1]]:
             if isinstance(node, ast.ClassDef):
@@ -401,9 +395,7 @@ class Lifting:
                     self.called.add((None, attribute))
                 case ast.Call(ast.Name(id="getattr" | "hasattr" | "attrgetter"), args):
                     self.called |= {(None, one.value) for one in args if isinstance(one, ast.Constant)}
-                case ast.ExceptHandler(type=error) if "ValueError" in ast.unparse(
-                    error or ast.Name("ValueError")
-                ):
+                case ast.ExceptHandler(type=error) if error is None or "ValueError" in ast.unparse(error):
                     self.catches = True
                 case ast.Global(names=names):
                     self.refuse(f"{names[0]} of {source.module} is a state of its module")
@@ -420,9 +412,8 @@ class Lifting:
         others = {ast.unparse(base) for base in cls.bases if source.meaning(base) is None}
         record = "NamedTuple" in others or "dataclass" in "".join(map(ast.unparse, cls.decorator_list))
         asked = any(one in bases(whole) for whole, methods in self.methods.items() if not methods)
-        called = {
-            name for owner, name in self.called if owner is None or {owner, one} & bases(owner) & bases(one)
-        }
+        related = lambda owner: owner is None or {owner, one} & bases(owner) & bases(one)
+        called = {name for owner, name in self.called if related(owner)}
         called = called.union(*(methods for whole, methods in self.methods.items() if one in bases(whole)))
         called = called.union(*(CALLED.get(base, ()) for base in others))
         for node in cls.body:
@@ -460,10 +451,8 @@ class Writer:
                 one = (source.module, getattr(node, "name", ""))
                 members = lifting.members.get(one)
                 text = self.text(node, None) if members is None else self.cls(node, one, members)
-                name = lifting.names.get(one, one[1])
-                parts.append(
-                    (node, re.sub(rf"^(def|class) {one[1]}\b", rf"\1 {name}", text, flags=re.MULTILINE))
-                )
+                head, name = rf"^(def|class) {one[1]}\b", lifting.names.get(one, one[1])
+                parts.append((node, re.sub(head, rf"\1 {name}", text, flags=re.MULTILINE)))
         first = ast.get_docstring(source.tree).partition("\n\n")[0].replace("\n", " ")
         title = f"# ---- {source.path.relative_to(ROOT)} ".ljust(100, "-") + f"\n# {first}\n"
         asked = source.module == next(iter(lifting.methods))[0]
@@ -493,10 +482,9 @@ class Writer:
             first, last = self.source.lines(one)
             if last > end:  # else it goes with what is around it
                 alone = alone if first == end else self.source.text[:first].endswith((b":\n", b"\n\n"))
-                blank = (
-                    re.match(rb"\n*", self.source.text[last:])[0] if alone and one not in out.emptied else b""
-                )
-                end = min(last + len(blank), self.source.lines(node)[1])
+                blank = re.match(rb"\n*", self.source.text[last:])[0]
+                end = last + len(blank) * (alone and one not in out.emptied)
+                end = min(end, self.source.lines(node)[1])
                 self.edits[first, end] = f"{' ' * one.col_offset}pass\n" * (one in out.emptied)
         self.edit(node, out.dropped, out.unused)
         return self.between(*self.source.lines(node)).rstrip("\n") + "\n"
@@ -577,13 +565,12 @@ def imported(theirs: dict[str, Theirs]) -> tuple[str, str]:
 def commit() -> str:
     """Of a clone of minitrain; an installed one may lie in somebody else's."""
     words = "ls-files __init__.py", "describe --always --dirty --exclude=*"
+    git = lambda one: subprocess.run(["git", "-C", ROOT, *one.split()], capture_output=True, text=True).stdout
     try:
-        ran = [
-            subprocess.run(["git", "-C", ROOT, *one.split()], capture_output=True, text=True) for one in words
-        ]
+        in_git, named = map(git, words)
     except OSError:  # no git
         return ""
-    return f" (commit {ran[1].stdout.strip()})" if ran[0].stdout else ""
+    return f" (commit {named.strip()})" if in_git else ""
 
 
 def check(text: str, targets: Sequence[str]) -> None:
@@ -592,13 +579,9 @@ def check(text: str, targets: Sequence[str]) -> None:
     there, scopes = {*table.get_identifiers(), *dir(builtins)}, list(table.get_children())
     for scope in scopes:
         scopes.extend(scope.get_children())  # the loop goes on with these
-    missing = [
-        one.get_name()
-        for scope in scopes
-        for one in scope.get_symbols()
-        if one.is_global() and not one.is_local()
-    ]
-    lost = set(missing) - there - {"__class__"}
+    symbols = (one for scope in scopes for one in scope.get_symbols())
+    missing = {one.get_name() for one in symbols if one.is_global() and not one.is_local()}
+    lost = missing - there - {"__class__"}
     if "__file__" in lost:
         raise ValueError(f"{' '.join(targets)} cannot be lifted: it reads a file that lies beside its module")
     if lost:

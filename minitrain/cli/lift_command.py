@@ -47,13 +47,10 @@ def list_all(words: list[str]) -> None:
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             for node in ast.parse(path.read_text()).body:
                 name = getattr(node, "name", "_")
-                doc = ast.get_docstring(node) if not name.startswith("_") else None
-                said = f"{module}:{name}  {(doc or '').partition(chr(10))[0]}"
-                if (
-                    name.startswith("_")
-                    or path.stem.startswith("first")
-                    or not all(word in said.lower() for word in " ".join(words).lower().split())
-                ):
+                if name.startswith("_") or path.stem.startswith("first"):
+                    continue
+                said = f"{module}:{name}  {(ast.get_docstring(node) or '').partition(chr(10))[0]}"
+                if not all(word in said.lower() for word in " ".join(words).lower().split()):
                     continue
                 try:
                     lines = sum(map(bool, lift([f"{module}:{name}"]).splitlines()))

@@ -28,11 +28,8 @@ from minitrain.course import lab as copies
 UsageError = typer.BadParameter.__mro__[1]  # typer gives this exception of click's no name
 ROOT = notebook.CHAPTERS.parent
 MOST_LETTERS = 800  # of a complaint
-app = typer.Typer(
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    help="Learn how large models are trained on many machines, by running it.",
-)
+HELP = "Learn how large models are trained on many machines, by running it."
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, help=HELP)
 
 
 def main() -> None:

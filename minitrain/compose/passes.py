@@ -19,7 +19,6 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 6.1 (Pa); 2021, ZeRO-In
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,6 @@ from minitrain.ranks import collectives
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import placement
 from minitrain.systems.memory.activations import AwayActivations
-from minitrain.systems.memory.files import FileOptimizer, FileStore, piece_of
 from minitrain.systems.moe.move_experts import experts_are_cheaper, pull, shadow, table_of
 from minitrain.systems.moe.overlapped_experts import by_capacity
 from minitrain.systems.moe.two_level import TwoLevels
@@ -225,20 +223,6 @@ def keep_on_host(module: nn.Module, sync: Sync) -> None:
             return [*(sync.gathered_buffers() or stage.parameters()), *stage.buffers()]
 
         AwayActivations(resident).watch(stage, getattr(stage, "layers", None) or elements(stage))
-
-
-def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
-    """After `parallelize`: states of the optimizer go to files, each rank's own, of what it updates.
-    A folder is of a machine and no part of a strategy; a checkpoint goes on with or without. Host memory:
-    nine buffers of a piece. None where nothing is updated."""
-    optimizer = sync.optimizer
-    if optimizer is None:
-        return None
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    sizes = [4 * max(1, param.itemsize // 4) * piece_of(param, piece) for param in params]
-    store = FileStore(folder, collectives.world().rank(), buffer_bytes=max(sizes), buffers=9)
-    sync.optimizer = FileOptimizer(optimizer, store, piece)
-    return store
 
 
 def recompute_in(module, strategy: Strategy, mesh: Mesh | None, places: Places, early_stop=True) -> None:

@@ -165,15 +165,11 @@ class Trainer:
 
     def save(self) -> None:
         run, hyper = self.parallel, self.hyper
-        manifest = dict(
-            identity=self.identity(),
-            strategy=asdict(run.strategy),
-            position=self.data.position(self.step, hyper.batch_size, hyper.length, hyper.seed)
-            | {"samples": self.first + self.step * hyper.batch_size},
-            records=self.records,
-            ranks=self.ranks,
-            versions=dict(python=platform.python_version(), torch=torch.__version__),
-        )
+        position = self.data.position(self.step, hyper.batch_size, hyper.length, hyper.seed)
+        position |= {"samples": self.first + self.step * hyper.batch_size}
+        manifest = dict(identity=self.identity(), strategy=asdict(run.strategy), position=position)
+        versions = dict(python=platform.python_version(), torch=torch.__version__)
+        manifest |= dict(records=self.records, ranks=self.ranks, versions=versions)
         self.trying(self.saver.save, self.step, run.pieces(), run.plain_state(), manifest)
 
     def trying(self, call: Callable, *given) -> None:

@@ -17,6 +17,4 @@ beside saved_tensors   what autograd keeps for a backward, and for whom
        pipelines           a pipeline's step beside one process, with a mistake in it or without
        sequences           attention over ranks against one process, and what it sends
        under_limits        one model under a hard limit of memory, trained in four ways
-       crash_model         every state of the disk that a power cut may leave of a save
-       crashes             a disk on which its process dies; what such crashes leave; a copy that is held up
 """

@@ -15,12 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 KINDS = ("RUN", "SIM", "MODEL", "CASE")
-SHOWN = {
-    "ranks": "on ranks",
-    "tensors": "on tensors in one process",
-    "simulated": "simulated",
-    "computed": "computed",
-}
+SHOWN = {"ranks": "on ranks", "tensors": "on tensors in one process"}
+SHOWN |= {"simulated": "simulated", "computed": "computed"}
 NOWHERE = (4, 0)
 
 
@@ -68,7 +64,8 @@ def near(query: str) -> str:
     counts = {word: len(search(word)) for word in wanted}
     if all(counts.values()):
         return "each word occurs, but not together: " + ", ".join(f"{w} {n}" for w, n in counts.items())
-    known = sorted({word for row in rows() for word in _words(f"{row.name} {row.idea}") if len(word) > 2})
+    words = re.findall(r"[a-z0-9]+", " ".join(f"{row.name} {row.idea}" for row in rows()).lower())
+    known = sorted({word for word in words if len(word) > 2})
     told = []
     for word in (word for word in wanted if not counts[word]):
         alike = get_close_matches(word, known, cutoff=0.6)
@@ -85,7 +82,3 @@ def _rank(word: str, row: Row) -> tuple[int, int]:
         if re.search(start, text):
             return place, not re.search(rf"{start}(?![a-z0-9])", text)
     return (3, 0) if any(word in text for text in texts) else NOWHERE
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", text.lower())

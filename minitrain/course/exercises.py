@@ -108,11 +108,7 @@ def what_it_is(missing: str) -> list[str]:
 
 
 def grade(
-    chapter: str | int | None = None,
-    path: str | Path | None = None,
-    *,
-    judge: Judge | None = None,
-    seed: str = "",
+    chapter: str | int | None = None, path: str | Path | None = None, *, judge: Judge | None = None, seed=""
 ) -> Report | Grades:
     """Grade a chapter's notebook (at `path`, else the reader's in work/ or exercises/), or all chapters.
 
@@ -133,11 +129,7 @@ def grade(
 
 
 def grade_answers(
-    of: book.Chapter,
-    answers: dict[str, str],
-    judge: Judge,
-    seed: str = "",
-    time_limit_s: float = TIME_LIMIT_S,
+    of: book.Chapter, answers: dict[str, str], judge: Judge, seed: str = "", time_limit_s=TIME_LIMIT_S
 ) -> Report:
     """Grade answer cells given as text, by grade_id."""
     started, seed, results = time.perf_counter(), seed or secrets.token_hex(4), []

@@ -63,7 +63,8 @@ def choose(installed: str, wish: str, system: str, gpu: bool, trouble: Callable[
     """The build of torch. `installed`: a version or ""; `trouble()`: why not from the CPU index, or ""."""
     if wish not in ("", "cpu", "cuda"):
         raise ValueError(f"TORCH={wish}: use cpu or cuda, or leave it out")
-    if is_supported(installed) and wish in ("", build_of(installed)):
+    build = "cpu" if installed.endswith("+cpu") else "cuda"
+    if is_supported(installed) and wish in ("", build):
         return Choice(f"{installed} is installed already")
     again = ("--force-reinstall",) if is_supported(installed) else ()  # the other build of the same version
     cpu = (*again, "--no-deps", "--index-url", CPU_INDEX, f"torch=={TORCH}")
@@ -86,10 +87,6 @@ def is_supported(version: str) -> bool:
     numbers, least, most = (tuple(map(int, filter(None, v.split(".")))) for v in (release, floor, ceiling))
     early = re.match(r"(a|b|rc|\.?dev)\d", later) and numbers[: len(least)] == least
     return least <= numbers < most and not early
-
-
-def build_of(version: str) -> str:
-    return "cpu" if version.endswith("+cpu") else "cuda"
 
 
 def torch_of(python: str) -> str:

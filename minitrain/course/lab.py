@@ -41,7 +41,8 @@ def prepare(root: Path = ROOT, fresh: Iterable[str] = ()) -> list[str]:
 
     `fresh` names copies to make anew: "03", or "notebooks/03" or "exercises/03" alone.
     """
-    names = {name: path for folder in FOLDERS for name, path in _named(root, folder)}
+    originals = {folder: numbered(root / folder, ".ipynb").values() for folder in FOLDERS}
+    names = {f"{folder}/{path.name}": path for folder, paths in originals.items() for path in paths}
     if not names:
         raise ValueError(f"{root} has no notebooks; `minitrain lab` needs a clone of the repository")
     anew = {name for wish in fresh for name in _meant(wish, names)}
@@ -62,11 +63,6 @@ def command(work: Path, arguments: Sequence[str]) -> list[str]:
     """How JupyterLab is started over `work`; it does not run for root unless told to."""
     root = ["--allow-root"] if os.geteuid() == 0 and "--allow-root" not in arguments else []
     return [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={work}", *root, *arguments]
-
-
-def _named(root: Path, folder: str) -> Iterator[tuple[str, Path]]:
-    for path in numbered(root / folder, ".ipynb").values():
-        yield f"{folder}/{path.name}", path
 
 
 def _meant(wish: str, names: dict[str, Path]) -> list[str]:

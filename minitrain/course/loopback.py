@@ -49,10 +49,8 @@ def bytes_on_the_wire(*fns: Callable, ranks: int = 4) -> list[int]:
 
 def has_private_network() -> bool:
     """Whether this system lets us have a network namespace."""
-    return (
-        bool(shutil.which(PRIVATE[0]))
-        and not subprocess.run([*PRIVATE, "true"], capture_output=True).returncode
-    )
+    found = bool(shutil.which(PRIVATE[0]))
+    return found and not subprocess.run([*PRIVATE, "true"], capture_output=True).returncode
 
 
 def between_readings(fn: Callable) -> int:

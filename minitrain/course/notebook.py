@@ -21,30 +21,22 @@ from minitrain.course.home import HOME, PACKAGE, at_home
 
 CHAPTERS = (HOME or PACKAGE.parent) / "notebooks"
 EXERCISES = CHAPTERS.parent / "exercises"
+CELL_TIMEOUT_S = 3600
+_PYTHON = {"name": "python", "version": "3.11.7", "mimetype": "text/x-python", "file_extension": ".py"}
+_PYTHON |= {"codemirror_mode": {"name": "ipython", "version": 3}, "pygments_lexer": "ipython3"}
 METADATA = {  # what JupyterLab writes; with another Python the line of its version differs, no other
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
-    "language_info": {
-        "codemirror_mode": {"name": "ipython", "version": 3},
-        "file_extension": ".py",
-        "mimetype": "text/x-python",
-        "name": "python",
-        "nbconvert_exporter": "python",
-        "pygments_lexer": "ipython3",
-        "version": "3.11.7",
-    },
+    "language_info": _PYTHON | {"nbconvert_exporter": "python"},
 }
 
 
-def show(*things: Callable, doc: bool = False) -> None:
-    """The current source of functions and classes, coloured, each under a link to its place.
-
-    Above it stand the first lines of its docstring; `doc` leaves all of it in. Outside a notebook it
-    is printed.
-    """
+def show(*things: Callable) -> None:
+    """The current source of functions and classes, coloured, each under a link to its place and the first
+    lines of its docstring. Outside a notebook it is printed."""
     from IPython import get_ipython
     from IPython.display import display
 
-    parts = [_sourced(thing, doc) for thing in things]
+    parts = [_sourced(thing) for thing in things]
     plain = "\n\n\n".join(f"# {place}\n{source}" for place, _, source in parts)
     if get_ipython() is None:
         print(plain)
@@ -56,11 +48,11 @@ def show(*things: Callable, doc: bool = False) -> None:
     display({"text/plain": plain, "text/markdown": "\n\n".join(fences)}, raw=True)
 
 
-def _sourced(thing: Callable, doc: bool) -> tuple[str, str, str]:
+def _sourced(thing: Callable) -> tuple[str, str, str]:
     """("minitrain/file.py:line", the first paragraph of the docstring, the source)."""
     lines, number = inspect.getsourcelines(thing)
     source, text = textwrap.dedent("".join(lines)), inspect.cleandoc(thing.__doc__ or "")
-    if not doc and text and '"""' in source:
+    if text and '"""' in source:
         before, _, rest = source.partition('"""')
         source = before.rstrip(" ") + rest.partition('"""')[2].lstrip("\n")
     place = Path(inspect.getsourcefile(inspect.unwrap(thing))).relative_to(PACKAGE.parent)
@@ -121,9 +113,7 @@ def heading(path: Path) -> tuple[str, str]:
     return lines[0].lstrip("# "), re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", facts).replace("**", "")
 
 
-def execute(
-    path: Path, out: Path, on_cell: Callable = lambda done, total: None, cell_timeout_s: int = 3600
-) -> float:
+def execute(path: Path, out: Path, on_cell: Callable = lambda done, total: None) -> float:
     """Run every cell of `path` in a fresh kernel and write the executed copy to `out`; returns the seconds.
 
     RuntimeError names the cell and the error of the first cell that fails; the copy is written all the same.
@@ -146,13 +136,13 @@ def execute(
 
     hooks = {"on_cell_start": begins, "on_cell_executed": finished}
     try:
-        run(notebook, str(path.parent), timeout=cell_timeout_s, record_timing=False, **hooks)
+        run(notebook, str(path.parent), timeout=CELL_TIMEOUT_S, record_timing=False, **hooks)
         on_cell(total, total)  # what follows the last code cell is text
         failure = ""
     except CellExecutionError as error:
         failure = f"stopped in cell {at}: {error.ename}: {error.evalue}"
     except CellTimeoutError:
-        failure = f"stopped in cell {at}: it ran longer than {cell_timeout_s} s"
+        failure = f"stopped in cell {at}: it ran longer than {CELL_TIMEOUT_S} s"
     except DeadKernelError:
         failure = f"stopped in cell {at}: its kernel ended (exit() in a cell, or no memory left)"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -186,9 +176,8 @@ def normalised(notebook):
 
 def _from_the_project(line: str) -> str:
     """Without the folder of the project, and of whatever environment holds the packages."""
-    environment = (
-        r"(?:(?<=m)|(?<![\w.]))/[^\s:]*?/(?=lib/python\d)"  # after a blank, or after a colour's "[32m"
-    )
+    # After a blank, or after a colour's "[32m".
+    environment = r"(?:(?<=m)|(?<![\w.]))/[^\s:]*?/(?=lib/python\d)"
     return re.sub(environment, "", line.replace(f"{CHAPTERS.parent}/", ""))
 
 

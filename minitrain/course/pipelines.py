@@ -1,12 +1,4 @@
-"""One step of a pipeline beside one process, and a mistake planted in it: what chapters 11 and 12 compare.
-
-rows = batches(config)                     eight rows of 16 random tokens, some targets masked
-loss, grads = one_process(config)          in float64
-one = step(run, rows)                      on every rank, of what `parallelize` gave there: the same batch
-one = step(run, rows, drop_one_w)          `plant` changes the run before its step
-agree(ranks, loss, grads)                  [loss, rank 0, rank 1, ...]: equal to one process to 1e-12?
-losses(run, rows, steps=10)                of training steps on one batch, the same on all ranks
-"""
+"""One step of a pipeline beside one process, and a mistake planted in it: what chapters 11 and 12 compare."""
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -33,7 +25,7 @@ def batches(config: GPTConfig) -> Rows:
 
 
 def one_process(config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients without a pipeline."""
+    """Loss and gradients of the same batch without a pipeline, in float64."""
     model, (tokens, targets) = GPT(config, dtype=torch.float64), batches(config).draw(0, 0, 1)
     loss = cross_entropy_sum(model(tokens), targets) / (targets >= 0).sum()
     loss.backward()
@@ -41,7 +33,8 @@ def one_process(config: GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def step(run, rows: Rows, plant: Plant = lambda run: None) -> dict:
-    """Forward and backward on this rank: its part of the loss, its gradients, and what the ledger counted.
+    """Forward and backward on this rank, of what `parallelize` gave it: its part of the loss, its gradients,
+    and what the ledger counted. `plant` changes the run before its step.
 
     `live` is the most bytes of activations, `held` and `one` what a runner that counts (bpipe_eviction.py)
     kept for backwards at most, and for its first microbatch."""

@@ -1,10 +1,5 @@
 """What the chapter on long sequences compares with: one process, and the bytes of a core over ranks.
 
-    example        q, k, v and the gradient of the output, the same on every rank
-    is_equal       output and gradients of a core against those of one process, on this rank's tokens
-    core_traffic   bytes that this rank sends in forward and in backward
-    on             up to four ranks for real, more of them in a dry run
-
 A core is any `core(q, k, v)` on this rank's `[B, H, T/n, K]`. float64 throughout.
 """
 
@@ -28,7 +23,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
 
 
 def example(heads=8, kv_heads=8, length=16, width=4, batch=2) -> list[Tensor]:
-    """q, k, v and dout `[B, H, T, K]`, from one seed."""
+    """q, k, v and dout `[B, H, T, K]`, from one seed: the same on every rank."""
     rng = torch.Generator().manual_seed(7)
     shapes = [(batch, h, length, width) for h in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in shapes]

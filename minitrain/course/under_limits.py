@@ -29,9 +29,7 @@ PIECE = 1 << 16  # elements of a state, or a parameter, that are read and writte
 BUFFERS = 6
 
 
-def train(
-    placement: str, config: GPTConfig, folder: str, rows: int = 2, length: int = 128, steps: int = 2
-) -> list[float]:
+def train(placement: str, config: GPTConfig, folder: str, rows=2, length=128, steps=2) -> list[float]:
     """The loss of each step; bit for bit the same in all ways."""
     if placement not in PLACEMENTS:
         raise ValueError(f"placement={placement!r}: use {', '.join(PLACEMENTS)}")
@@ -46,9 +44,7 @@ def train(
         return [step().item() for _ in range(steps)]
 
 
-def _step(
-    placement: str, config: GPTConfig, store: FileStore, tokens, positions, loss_of
-) -> Callable[[], Tensor]:
+def _step(placement: str, config: GPTConfig, store: FileStore, tokens, positions, loss_of) -> Callable:
     if placement == "all in files":
         numbers = range(config.num_layers + 2)
         layers = FiledLayers((GPT(config, layers=[i]).layers[0] for i in numbers), store, AdamW, PIECE)

@@ -1,4 +1,4 @@
-"""A power cut at any point of a save: what is on the disk then (course/crash_model.py) holds the old checkpoint
+"""A power cut at any point of a save: what is on the disk then (systems/simulate/crash_model.py) holds the old checkpoint
 or the new one, whole, and after `commit` returned the new one; and nothing that looks complete is not. Protocols
 that lack a step do not keep this."""
 
@@ -11,8 +11,8 @@ import torch
 from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.format import File, Written, bytes_of, write_file
 from minitrain.checkpoint.store import MANIFEST, Store, file_name, manifest_text
-from minitrain.course.crash_model import Model, Recorder, read_tree, write_tree
 from minitrain.ranks.pieces import Piece
+from minitrain.systems.simulate.crash_model import Model, Recorder, read_tree, write_tree
 
 RANKS, EACH = 2, 100  # a file of three sectors
 

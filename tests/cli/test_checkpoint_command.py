@@ -16,7 +16,7 @@ from minitrain.checkpoint.format import Damaged, write_file
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.store import Store, file_name
 from minitrain.cli import main
-from minitrain.cli.checkpoint_command import Weights, config_in
+from minitrain.cli.checkpoint_command import config_in
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.trainer import Trainer
 from minitrain.model.config import ExpertsConfig, GPTConfig, presets
@@ -27,6 +27,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import whole_piece
 from minitrain.systems.checkpoint.hugging_face import (
     Tensors,
+    Weights,
     config_of,
     family_of,
     incoming,

@@ -12,11 +12,12 @@ from minitrain import launch
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.store import Store
 from minitrain.cli import main
-from minitrain.cli.checkpoint_command import Weights, config_in
+from minitrain.cli.checkpoint_command import config_in
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT, cross_entropy_sum, generate
 from minitrain.plan.strategy import Strategy
+from minitrain.systems.checkpoint.hugging_face import Weights
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
 SIZES = "--width 16 --heads 4 --kv-heads 2 --layers 2 --length 16 --max-positions 24 --batch 4 --lr 0.02 --steps 8"

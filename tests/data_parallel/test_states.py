@@ -9,12 +9,12 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.passes import update_in_files
 from minitrain.data_parallel import states
 from minitrain.data_parallel.states import WholeTensors, copied
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import PARO_SHARDINGS, Strategy
+from minitrain.systems.memory.files import update_in_files
 from tests.parallel import small
 from tests.saving import (
     all_files,

@@ -71,9 +71,7 @@ class Operation:
 class Network:
     """`secrets[rank]` maps the names a rank may fetch to bytes; `limit_bytes` may be under way at once."""
 
-    def __init__(
-        self, ranks: int, secrets: list[dict[str, bytes]], limit_bytes: int = HELD_LIMIT_BYTES
-    ) -> None:
+    def __init__(self, ranks: int, secrets: list[dict[str, bytes]], limit_bytes=HELD_LIMIT_BYTES) -> None:
         self.ranks, self.secrets, self.most_held_bytes = ranks, secrets, limit_bytes
         self.messages: list[Message] = []
         self.events: list[Event] = []
@@ -83,9 +81,7 @@ class Network:
         self._known = [0] * ranks  # the largest step among the messages a rank has received
         self._operations: list[dict[int, Operation]] = [{} for _ in range(ranks)]  # those that are not over
         self._groups: set[tuple[int, ...]] = set()
-        self._offers: dict[tuple, deque[Operation]] = defaultdict(
-            deque
-        )  # sends or receives without the other
+        self._offers: dict[tuple, deque[Operation]] = defaultdict(deque)  # without the other half
         self._barriers: dict[tuple, list[Operation]] = defaultdict(list)
         self._held_bytes = 0
 

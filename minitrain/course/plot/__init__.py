@@ -4,18 +4,15 @@ First  charts              what each rank does when, what fills its memory when,
        data_parallel       who keeps what, when gradients travel
        schematics          ideas before code: boxes, arrows, a ring and two trees
        cuts                how a cut is found, what its stages recompute, lend and pad
-       pipeline_blocks     what a schedule repeats for each microbatch, what memory buys
-       pipeline_charts     schedules, the way of one microbatch
+       pipeline_charts     schedules, the way of one microbatch, what repeats for each, what memory buys
        pipeline_svg        the same schedules as SVG, drawn in hundredths of a second
-       balance_charts      loads of experts and of ranks
-       expert_charts       where tokens go
+       expert_charts       where tokens go, loads of experts and of ranks
        grids               blocks of matrices on grids of ranks, shards on a ring
        attention           tiles of scores, an online softmax, units of a chip, a roofline
        sharding_charts     who holds which part of each model state
        tensor_parallel     which slices of a layer a rank holds, and what flows through it
        sequence_charts     who holds which tokens, who computes which score
-       precision           what a format can say, what a narrow sum loses
-       low_bits            whom an outlier takes its scale from, which codes are used
+       precision           what a format can say, what a narrow sum loses, whose scale an outlier sets
        recompute_charts    what is held and what runs again, action by action
        mesh_charts         groups of a mesh in their nodes, who sends to whom, what an order costs
        memory_charts       copies on links, memory with and without, what bytes cost in time

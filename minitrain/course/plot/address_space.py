@@ -20,7 +20,7 @@ from minitrain.systems.simulate.timeline import join
 
 Kinds = Mapping[int, str] | None
 OTHER = "blocks"  # those of no kind
-_MOST_BLOCKS = 20_000
+_MOST_BLOCKS, MIB = 20_000, 2**20
 _HOLES = "reserved, in no block"
 
 
@@ -34,35 +34,32 @@ def address_space(done: Replay, kinds: Kinds = None, *, title: str) -> Figure:
         cure = f"replay a part of the trace, at most {_MOST_BLOCKS:,}"
         raise ValueError(f"{len(done.placed):,} blocks cannot be read as a picture; {cure}")
     folded = _Folded(done)
-    unit, scale = "MiB", 2**20
     figure, ax = style.canvas(height=3.6)
     boxes: dict[str, list[Rectangle]] = {_HOLES: []}
     for address, size, born, dies in done.backed:
-        boxes[_HOLES].append(Rectangle((born, folded(address) / scale), dies - born, size / scale))
+        boxes[_HOLES].append(Rectangle((born, folded(address) / MIB), dies - born, size / MIB))
     for placed in done.placed:
         kind = (kinds or {}).get(placed.block, OTHER)
         for address, size in placed.pieces:
-            low, width = folded(address) / scale, placed.dies - placed.born
-            boxes.setdefault(kind, []).append(Rectangle((placed.born, low), width, size / scale))
+            low, width = folded(address) / MIB, placed.dies - placed.born
+            boxes.setdefault(kind, []).append(Rectangle((placed.born, low), width, size / MIB))
     for kind, rectangles in boxes.items():
         edge = "none" if kind == _HOLES or len(done.placed) > 400 else "white"
         look = {"facecolor": _colour(kind, kinds), "edgecolor": edge, "linewidth": 0.4}
         ax.add_collection(PatchCollection(rectangles, **look))
-    right, top = done.events, folded.end / scale
+    right, top = done.events, folded.end / MIB
     if done.died:
-        asked = done.died.requested_bytes / scale
-        wide = 0.05 * done.events
-        left = 1.02 * done.events
+        asked, hole = done.died.requested_bytes / MIB, done.died.largest_bytes / MIB
+        left, wide = 1.02 * done.events, 0.05 * done.events
         look = {"facecolor": "white", "edgecolor": VERMILLION, "hatch": "/////", "linewidth": 1.2}
         ax.add_patch(Rectangle((left, 0), wide, asked, **look))
-        hole = done.died.largest_bytes / scale
-        told = f"asked for: {asked:,.0f} {unit}\nlargest hole: {hole:,.0f} {unit}"
+        told = f"asked for: {asked:,.0f} MiB\nlargest hole: {hole:,.0f} MiB"
         box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
         look = {"fontsize": 8, "color": VERMILLION, "va": "top", "bbox": box}
         ax.text(0.01 * done.events, max(top, asked), told, **look)
         right, top = left + 1.3 * wide, max(top, asked)
-    ax.set(xlim=(0, right or 1), ylim=(0, 1.02 * top or 1))
-    ax.set(xlabel="event of the trace", ylabel=f"address ({unit})")
+    ax.set(xlim=(0, right or 1), ylim=(0, 1.02 * top or 1), xlabel="event of the trace")
+    ax.set_ylabel("address (MiB)")
     ax.grid(visible=False)
     return style.finished(figure, title, _legend(boxes, kinds, died=bool(done.died)))
 
@@ -72,25 +69,24 @@ def strips(moments: Mapping[str, tuple[Replay, int]], kinds: Kinds = None, *, ti
     """{label: (replay, event)}: what lies where after the event, on one scale; white is not reserved."""
     folds = {label: _Folded(done) for label, (done, _) in moments.items()}
     longest = max([fold.end for fold in folds.values()], default=1) or 1
-    unit, scale = "MiB", 2**20
     figure, ax = style.canvas(height=1.2 + 0.55 * len(moments))
     seen: set[str] = set()
     for row, (label, (done, event)) in enumerate(moments.items()):
         fold = folds[label]
         for address, size, born, dies in done.backed:
             if born <= event < dies:
-                _bar(ax, fold(address) / scale, row, size / scale, PALE)
+                _bar(ax, fold(address) / MIB, row, size / MIB, PALE)
         live = [placed for placed in done.placed if placed.born <= event < placed.dies]
         for placed in live:
             kind = (kinds or {}).get(placed.block, OTHER)
             seen.add(kind)
             for address, size in placed.pieces:
                 edge = "white" if len(live) <= 60 else "none"
-                _bar(ax, fold(address) / scale, row, size / scale, _colour(kind, kinds), edge)
-        held = f"{done.allocated[event] / scale:,.0f} of {done.reserved[event] / scale:,.0f} {unit} in use"
+                _bar(ax, fold(address) / MIB, row, size / MIB, _colour(kind, kinds), edge)
+        held = f"{done.allocated[event] / MIB:,.0f} of {done.reserved[event] / MIB:,.0f} MiB in use"
         ax.text(0, row - 0.42, held, fontsize=7, va="bottom", color=BLACK)
     style.row_labels(ax, list(moments), top=-0.75)
-    ax.set(xlim=(0, longest / scale), xlabel=f"address ({unit})")
+    ax.set(xlim=(0, longest / MIB), xlabel="address (MiB)")
     ax.grid(visible=False)
     return style.finished(figure, title, _legend(seen, kinds))
 
@@ -107,7 +103,7 @@ def _colour(kind: str, kinds: Kinds) -> str:
 
 def _legend(shown: Iterable[str], kinds: Kinds, died: bool = False) -> list[Patch]:
     named = sorted(set(shown) - {_HOLES})
-    patches = [Patch(facecolor=_colour(kind, kinds), label=kind) for kind in [*named, _HOLES]]
+    patches = style.patches({kind: _colour(kind, kinds) for kind in [*named, _HOLES]})
     if died:
         patches.append(Patch(facecolor="white", edgecolor=VERMILLION, hatch="/////", label="no room for it"))
     return patches

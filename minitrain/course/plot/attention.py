@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, CENTRED, CYCLE, GREY, ORANGE, PALE, SKY
@@ -21,8 +21,7 @@ def schematic(tokens: int, tile: int, row: int, *, title: str) -> Figure:
             seen = line == row and column < tile
             colour = SKY if seen else ORANGE if line == row and column == tile else PALE
             ax.add_patch(Rectangle((column, line), 0.94, 0.94, facecolor=colour, linewidth=0))
-    for place, name in ((row, "queries Q_i"),):
-        ax.text(-0.2, place + 0.5, name, ha="right", va="center", fontsize=9)
+    ax.text(-0.2, row + 0.5, "queries Q_i", ha="right", va="center", fontsize=9)
     for column in range(tokens):
         ax.text(column + 0.47, -0.3, f"K{column}, V{column}", **CENTRED, fontsize=8)
     right = tokens + 0.9
@@ -38,9 +37,8 @@ def schematic(tokens: int, tile: int, row: int, *, title: str) -> Figure:
         ax.text(right, 0.4 + 0.72 * at, text, va="center", fontsize=9, color=colour, fontweight=weight)
     ax.set(xlim=(-1.9, right + 7.6), ylim=(tokens + 0.1, -0.7), aspect="equal")
     ax.set_axis_off()
-    colours = (SKY, "seen: only m, l, o are left of it"), (ORANGE, "the tile of scores that exists now")
-    patches = [Patch(facecolor=colour, label=label) for colour, label in colours]
-    return style.finished(figure, title, [*patches, Patch(facecolor=PALE, label="does not exist")])
+    meaning = {"seen: only m, l, o are left of it": SKY, "the tile of scores that exists now": ORANGE}
+    return style.finished(figure, title, meaning | {"does not exist": PALE})
 
 
 @style.styled
@@ -62,33 +60,28 @@ def tiles(versions: Mapping[str, Tiles], tokens: int, *, title: str) -> Figure:
         ax.grid(visible=False)
         ax.set_title(name, fontsize=8)
     meaning = {"computed without a mask": SKY, "crossed by the diagonal: masked": ORANGE, "skipped": PALE}
-    return style.finished(figure, title, [Patch(facecolor=c, label=name) for name, c in meaning.items()])
+    return style.finished(figure, title, meaning)
 
 
 @style.styled
 def units(schedules: Mapping[str, Sequence[tuple[str, str, float, float]]], *, title: str) -> Figure:
     """{name: (step, unit, start, end)}: two units of a chip; a step's first letter is its warpgroup."""
     names = ["products", "exponentials"]
-    figure = style.Picture(figsize=(style.WIDTH, 3.4))
-    panels = figure.subplots(len(schedules), 1, sharex=True)
+    figure, panels = style.stacked(len(schedules), 3.4)
     for ax, (name, steps) in zip(panels, schedules.items()):
         for step, unit, start, end in steps:
             look = {"height": 0.8, "color": SKY if step.startswith("A") else ORANGE, "edgecolor": "white"}
             ax.barh(names.index(unit), end - start, left=start, **look)
             text = step[2:].replace("softmax", "exp ")
             ax.text((start + end) / 2, names.index(unit), text, **CENTRED, fontsize=6.5)
-        ax.set(yticks=(0, 1), yticklabels=names, ylim=(1.6, -0.6))
+        style.row_labels(ax, names, top=-0.6, bottom=0.4)
         ax.set_title(f"{name}: {max(end for *_, end in steps):g}", fontsize=8)
-        ax.grid(axis="y", visible=False)
     panels[-1].set_xlabel("time, in products of one block (S and PV together)")
-    groups = {"warpgroup A": SKY, "warpgroup B": ORANGE}
-    return style.finished(figure, title, [Patch(facecolor=c, label=name) for name, c in groups.items()])
+    return style.finished(figure, title, {"warpgroup A": SKY, "warpgroup B": ORANGE})
 
 
 @style.styled
-def who_sees_whom(
-    masks: Mapping[str, Sequence[Sequence[bool]]], text_of: Sequence[int], *, title: str
-) -> Figure:
+def who_sees_whom(masks: Mapping[str, Sequence], text_of: Sequence[int], *, title: str) -> Figure:
     """{name: mask[query][key]}, in the colour of the query's text."""
     tokens = len(text_of)
     figure, panels = style.grid_of_panels(1, len(masks), height=2.9)
@@ -97,10 +90,7 @@ def who_sees_whom(
         for row, column in itertools.product(range(tokens), repeat=2):
             style.cell(ax, column, row, CYCLE[text_of[row]] if mask[row][column] else "white", "")
         ax.set_title(name, fontsize=8)
-    texts = sorted(set(text_of))
-    return style.finished(
-        figure, title, [Patch(facecolor=CYCLE[i], label=f"queries of text {i}") for i in texts]
-    )
+    return style.finished(figure, title, {f"queries of text {i}": CYCLE[i] for i in sorted(set(text_of))})
 
 
 @style.styled

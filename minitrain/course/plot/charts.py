@@ -1,10 +1,5 @@
 """Every picture of the course: functions that take data and return a matplotlib Figure, shown by a notebook.
 
-    timeline, memory                          one step: what each rank does when, what fills its memory when
-    bars_by_kind, measured_and_formula     numbers with their parts, numbers with their formulas
-    lines, loss_curves                        something over something
-    rank_grid, chunk_matrix, message_lanes    who talks to whom, who holds what, who sends when
-
 A picture is 720 pixels wide and at most 60 kB; what could not be read as a picture raises ValueError.
 """
 
@@ -19,12 +14,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import BLACK, CENTRED, COLOURS, CYCLE, DASHES, Series
+from minitrain.course.plot.style import BLACK, CENTRED, COLOURS, CYCLE, DASHES, PALE_BLUE, Series
 from minitrain.systems.simulate.timeline import join, outside
 
 _BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0}
 _NODE_EDGE = {"color": BLACK, "linewidth": 1.8}
-_ONE = "#DCEBF5"  # a chunk of one rank alone: pale blue
 
 
 # ---- one step --------------------------------------------------------------------------------------------
@@ -42,7 +36,7 @@ def timeline(timeline, ranks: Iterable[int] | None = None, title: str = "") -> F
         moved = (span for span in spans if span.kind == "transfer" and span.end_s > span.start_s)
         axes = dict.fromkeys(span.event.axis for span in moved)
         lanes += [(f"rank {rank}", _computation(spans))]
-        lanes += [(axis, _transfers(timeline, rank, axis)) for axis in axes]
+        lanes += [(axis, transfers(timeline, rank, axis)) for axis in axes]
     figure, ax = style.canvas(height=1.35 + 0.24 * len(lanes))
     for y, (label, pieces) in enumerate(lanes):
         for what, intervals in pieces.items():
@@ -54,7 +48,6 @@ def timeline(timeline, ranks: Iterable[int] | None = None, title: str = "") -> F
             ax.axhline(y - 0.5, color=style.GREY, linewidth=0.6)
     style.row_labels(ax, [label for label, _ in lanes])
     ax.set(xlim=(0, step_s / scale or 1), xlabel=f"time ({unit}) · {timeline.machine.said}")
-    ax.grid(axis="y", visible=False)
     parts = {"compute": timeline.compute_s, "exposed communication": timeline.exposed_communication_s}
     parts["idle"] = timeline.idle_s
     shares = ", ".join(f"{name} {seconds / (step_s or 1):.0%}" for name, seconds in parts.items())
@@ -76,8 +69,8 @@ def _computation(spans: Iterable) -> dict[str, list]:
     return pieces
 
 
-def _transfers(timeline, rank: int, axis: str) -> dict[str, list]:
-    """The transfers of one axis: the parts which computation hides, and those which it does not."""
+def transfers(timeline, rank: int, axis: str | None = None) -> dict[str, list]:
+    """The transfers of a rank (on one axis): the parts that computation hides, and those that it does not."""
     moved, exposed = timeline.transfers(rank, axis), timeline.exposed(rank, axis)
     hidden = outside(((span.start_s, span.end_s) for span in moved), join(exposed))
     return {"communication": hidden, "exposed communication": exposed}
@@ -130,16 +123,15 @@ def bars_by_kind(
         ax.text(limit[0] / scale, -0.5, f"{limit[1]} ", ha="right", va="bottom", fontsize=8)
     style.row_labels(ax, list(rows), top=-1.0 if limit else -0.6, bottom=0.4)
     ax.set(xlim=(0, 1.12 * widest / scale or 1), xlabel=f"{xlabel} ({shown})" if xlabel else shown)
-    ax.grid(axis="y", visible=False)
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])
 
 
 @style.styled
-def measured_and_formula(rows: Sequence, *, title="Measured beside the formula", unit="bytes") -> Figure:
+def measured_and_formula(rows: Sequence, *, title="Measured beside the formula") -> Figure:
     """(what, measured, formula): a dot in its ring is agreement; the ratio stands at the right."""
     labels, measured, formula = zip(*rows)
     y, m, f = range(len(rows)), numpy.array(measured, dtype=float), numpy.array(formula, dtype=float)
-    shown, scale = style.unit_for(max(m.max(), f.max()), unit)
+    shown, scale = style.unit_for(max(m.max(), f.max()), "bytes")
     figure, ax = style.canvas(height=1.1 + 0.3 * len(rows))
     ax.hlines(y, m / scale, f / scale, color=style.VERMILLION)
     ring = {"s": 90, "facecolor": "none", "edgecolor": COLOURS["formula"]}
@@ -155,6 +147,7 @@ def measured_and_formula(rows: Sequence, *, title="Measured beside the formula",
         colour, weight = (BLACK, "normal") if a == b else (style.VERMILLION, "bold")
         ax.text(y=i, s=ratio, **beside, color=colour, fontweight=weight)
     style.row_labels(ax, labels, top=-0.6)
+    ax.grid(axis="y", visible=True)
     ax.set(xlabel=shown)
     return style.finished(figure, title, [rings, dots])
 
@@ -177,9 +170,8 @@ def lines(
     if "x" in log:
         binary = all(frexp(value)[0] == 0.5 for value in x)
         ax.set_xscale("log", base=2 if binary else 10)
-        ax.xaxis.set_major_formatter(
-            (lambda value, _: _power_of_two(value, max(x))) if binary else "{x:,.12g}"
-        )
+        power = lambda value, _: _power_of_two(value, max(x))
+        ax.xaxis.set_major_formatter(power if binary else "{x:,.12g}")
     if "y" in log:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
@@ -191,10 +183,9 @@ def _power_of_two(value: float, largest: float) -> str:
     """ "8" and "1,024"; where the axis goes beyond a million, "1 Ki" and "4 Mi"."""
     if largest < 2**20 or value < 2**10:
         return f"{value:,.12g}"
-    exponent, prefix = next(
-        (e, p) for e, p in ((40, "Ti"), (30, "Gi"), (20, "Mi"), (10, "Ki")) if value >= 2**e
-    )
-    return f"{value / 2**exponent:g} {prefix}"
+    prefixes = {40: "Ti", 30: "Gi", 20: "Mi", 10: "Ki"}
+    exponent = next(exponent for exponent in prefixes if value >= 2**exponent)
+    return f"{value / 2**exponent:g} {prefixes[exponent]}"
 
 
 @style.styled
@@ -211,20 +202,20 @@ def loss_curves(losses: Series, *, title: str = "Loss", xlabel: str = "step") ->
 
 # ---- ranks and what they exchange ------------------------------------------------------------------------
 @style.styled
-def rank_grid(shape: Mapping, *, axes: Sequence[str] = (), devices_per_node=0, title="") -> Figure:
+def rank_grid(shape: Mapping, *, devices_per_node=0, title="") -> Figure:
     """The ranks of a mesh {axis: size, outermost first}, a panel per axis in which one colour is one group.
 
     Where an axis has more groups than there are colours, only the groups of rank 0 are coloured."""
-    names, world = list(shape), prod(shape.values())
+    axes, world = list(shape), prod(shape.values())
     if world > 128:
         raise ValueError(f"a grid of {world} ranks cannot be read as a picture; draw a mesh of at most 128")
-    axes, columns = list(axes or names), shape[names[-1]]
+    columns = shape[axes[-1]]
     rows = world // columns
     few_groups = max(world // shape[axis] for axis in axes) < len(CYCLE)
     side = min(0.42, (style.WIDTH - 0.8) / len(axes) / (columns + 1))
     figure, panels = style.grid_of_panels(1, len(axes), height=1.25 + side * rows)
     for ax, axis in zip(panels, axes):
-        inner = prod(shape[name] for name in names[names.index(axis) + 1 :])
+        inner = prod(shape[name] for name in axes[axes.index(axis) + 1 :])
         num_groups = world // shape[axis]
         style.square_cells(ax, columns, rows)
         for rank in range(world):
@@ -233,9 +224,9 @@ def rank_grid(shape: Mapping, *, axes: Sequence[str] = (), devices_per_node=0, t
             style.cell(ax, rank % columns, rank // columns, colour, str(rank), fontsize=min(8, 26 * side))
         if devices_per_node:
             _node_edges(ax, world, columns, devices_per_node)
-        ax.set_xlabel(f"{names[-1]} 0 to {columns - 1}", fontsize=8)
+        ax.set_xlabel(f"{axes[-1]} 0 to {columns - 1}", fontsize=8)
         ax.set_title(f"{axis}: {num_groups} group{'s' * (num_groups > 1)} of {shape[axis]}", fontsize=9)
-    outer = [[f"{name} {coordinate}" for coordinate in range(shape[name])] for name in names[:-1]]
+    outer = [[f"{name} {coordinate}" for coordinate in range(shape[name])] for name in axes[:-1]]
     panels[0].set_yticks(range(rows), [" ".join(words) for words in product(*outer)])
     handles = [] if few_groups else [Patch(facecolor=CYCLE[0], label="the group of rank 0")]
     if devices_per_node:
@@ -254,7 +245,7 @@ def _node_edges(ax: Axes, world: int, columns: int, devices_per_node: int) -> No
 
 
 @style.styled
-def chunk_matrix(states: Sequence[Sequence], *, titles: Sequence[str] = (), title: str = "") -> Figure:
+def chunk_matrix(states: Sequence[Sequence], *, title: str = "") -> Figure:
     """A collective step by step: `states[step][rank][chunk]` counts the ranks whose data is in that chunk."""
     num_ranks, num_chunks = len(states[0]), len(states[0][0])
     side, fontsize = (0.25, 7) if num_chunks <= 4 else (0.165, 6)
@@ -263,7 +254,7 @@ def chunk_matrix(states: Sequence[Sequence], *, titles: Sequence[str] = (), titl
     figure, panels = style.grid_of_panels(down, across, height=0.7 + down * (0.3 + side * num_ranks))
 
     def look(count: int) -> tuple[str, str]:
-        partial = style.blend(_ONE, style.BLUE, 0.85 * max(0, count - 1) / max(1, num_ranks - 1))
+        partial = style.blend(PALE_BLUE, style.BLUE, 0.85 * max(0, count - 1) / max(1, num_ranks - 1))
         colour = "white" if not count else style.GREEN if count == num_ranks else partial
         return colour, str(count or "")
 
@@ -271,15 +262,14 @@ def chunk_matrix(states: Sequence[Sequence], *, titles: Sequence[str] = (), titl
         style.cells(ax, state, look, fontsize)
         if step % across == 0:
             ax.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-        ax.set_title(titles[step] if titles else f"step {step}" if step else "start", fontsize=8)
-    colours = {"one rank's own data": _ONE, "partial sum": style.blend(_ONE, style.BLUE, 0.6)}
-    patches = [Patch(facecolor=c, label=name) for name, c in (colours | {"complete": style.GREEN}).items()]
+        ax.set_title(f"step {step}" if step else "start", fontsize=8)
+    colours = {"one rank's own data": PALE_BLUE, "partial sum": style.blend(PALE_BLUE, style.BLUE, 0.6)}
     which = "Who holds which sums: columns are chunks, numbers count the ranks added up"
-    return style.finished(figure, title or which, patches)
+    return style.finished(figure, title or which, colours | {"complete": style.GREEN})
 
 
 @style.styled
-def message_lanes(messages: Iterable[tuple], *, ranks: int, title: str, xlabel: str = "step") -> Figure:
+def message_lanes(messages: Iterable[tuple], *, ranks: int, title: str) -> Figure:
     """Ranks as lanes, messages as arrows: (source, to, leaves, arrives) and perhaps a label."""
     messages = list(messages)
     first, last = min(m[2] for m in messages), max(m[3] for m in messages)
@@ -294,6 +284,5 @@ def message_lanes(messages: Iterable[tuple], *, ranks: int, title: str, xlabel: 
             x, y = leaves + share * (arrives - leaves), source + share * (to - source)
             ax.text(x, y, label[0], **CENTRED, fontsize=7, zorder=4, bbox={**_BOX, "pad": 0.6})
     style.row_labels(ax, [f"rank {rank}" for rank in range(ranks)], top=-0.4, bottom=0.6)
-    ax.set(xlabel=xlabel)
-    ax.grid(axis="y", visible=False)
+    ax.set(xlabel="step")
     return style.finished(figure, title)

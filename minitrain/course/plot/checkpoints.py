@@ -1,11 +1,4 @@
-"""Saving: what an interval wastes, what a save does beside training, who keeps whose state, and where.
-
-waste        share of time wasted against the interval: formulas as lines, simulated jobs as points
-saves        ways of saving side by side: lanes of training, copies and writes, and where training waits
-placement    machines as columns: their own state, and below it the states they keep for others
-calls        the calls to the disk of a save in order, and what a crash at each of them leaves
-cuts         one matrix, cut in pieces in several layouts: which ranks have which rectangle
-"""
+"""Saving: what an interval wastes, what a save does beside training, who keeps whose state, and where."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,54 +7,38 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import (
-    BLACK,
-    CENTRED,
-    CYCLE,
-    DASHES,
-    GREEN,
-    MARKERS,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-)
+from minitrain.course.plot.style import BLACK, CENTRED, CYCLE, DASHES, VERMILLION
 from minitrain.systems.plan.checkpoint_interval import holders
 from minitrain.systems.simulate.links import Run
 from minitrain.systems.simulate.timeline import outside
 
 Points = Sequence[tuple[float, float]]
+Curves = Mapping[str, Points]
 _TRAINING = {"F": "forward", "B": "backward", "U": "optimizer"}
-_SAVING = {"copy": ORANGE, "write": PURPLE}
+_SAVING = {"copy": style.ORANGE, "write": style.PURPLE}
+_LEFT = {"old": style.SKY, "new": style.GREEN}
 
 
 @style.styled
-def waste(
-    formulas: Mapping[str, Points],
-    simulated: Mapping[str, Points] | None = None,
-    *,
-    title: str,
-    best: Mapping[str, tuple[float, float]] | None = None,
-) -> Figure:
+def waste(formulas: Curves, simulated: Curves | None = None, *, title: str, best: Mapping = {}) -> Figure:
     """(interval in s, share wasted) of each name, as a line; `simulated` points and the `best` one, a star,
     go with the line of their name."""
     names = list(formulas)
     if not 0 < len(names) <= len(CYCLE) or not all(formulas.values()):
         raise ValueError(f"{len(names)} formulas {names}; draw 1 to {len(CYCLE)}, each with points")
-    if unknown := ({*(simulated or {})} | {*(best or {})}) - {*names}:
+    if unknown := {*(simulated or {}), *best} - {*names}:
         raise ValueError(f"{sorted(unknown)} have no formula; use names among {names}")
     figure, ax = style.canvas(height=3.3)
     handles: list = []
     for i, name in enumerate(names):
         x, y = _percent(formulas[name])
         label = name
-        if name in (best or {}):
+        if name in best:
             (at,), (least,) = _percent([best[name]])
             ax.plot([at], [least], "*", color=BLACK, markersize=11, zorder=4)
             label = f"{name}: least, {least:.1f} %, at {at:,.0f} s"
         handles += ax.plot(x, y, color=CYCLE[i], linestyle=DASHES[i % len(DASHES)], label=label)
-        look = {"s": 22, "color": CYCLE[i], "marker": MARKERS[i], "edgecolors": BLACK, "linewidths": 0.5}
+        look = dict(s=22, color=CYCLE[i], marker=style.MARKERS[i], edgecolors=BLACK, linewidths=0.5)
         if name in (simulated or {}):
             ax.scatter(*_percent(simulated[name]), **look, zorder=3)
     look = {"color": "none", "markeredgecolor": BLACK, "linestyle": ""}
@@ -78,7 +55,8 @@ def _percent(points: Points) -> tuple[list[float], list[float]]:
 
 @style.styled
 def saves(runs: Mapping[str, Run], *, title: str) -> Figure:
-    """{way: `checkpoint_pipeline.train(...)`}: three lanes each, with the seconds that training waits."""
+    """{way: `checkpoint_pipeline.train(...)`}: lanes of training, copies and writes, with the seconds that
+    training waits."""
     if not 0 < len(runs) <= 9:
         raise ValueError(f"{len(runs)} ways cannot be read as a picture; draw 1 to 9")
     end_s = max(float(run.end_s) for run in runs.values())
@@ -94,7 +72,7 @@ def saves(runs: Mapping[str, Run], *, title: str) -> Figure:
                 span = (float(run.start(task)) / scale, float(run.end(task)) / scale)
                 busy.append(span)
                 what = _TRAINING[task[0]] if lane == "train" else lane
-                look = style.look_of(what) if lane == "train" else _look(what)
+                look = {"facecolor": _SAVING.get(what) or style.colour_of(what), "edgecolor": "white"}
                 ax.broken_barh([(span[0], span[1] - span[0])], (y - 0.42, 0.84), **look, linewidth=0.4)
                 seen.setdefault(what, Patch(**look, linewidth=0, label=what))
             waits = outside([(0.0, busy[-1][1])], busy) if lane == "train" else []
@@ -112,7 +90,6 @@ def saves(runs: Mapping[str, Run], *, title: str) -> Figure:
         tick.set(fontweight="bold" if is_way else "normal", fontsize=8 if is_way else 6)
     ax.tick_params(axis="y", length=0)
     ax.set(xlim=(0, 1.1 * end_s / scale or 1), xlabel=f"time ({unit})")
-    ax.grid(axis="y", visible=False)
     order = [*_TRAINING.values(), "training waits", *_SAVING]
     return style.finished(figure, title, [seen[what] for what in order if what in seen])
 
@@ -121,15 +98,12 @@ def _lanes(run: Run) -> list[str]:
     return [lane for lane in ("train", *_SAVING) if run.lane(lane)]
 
 
-def _look(lane: str) -> dict:
-    return {"facecolor": _SAVING[lane], "edgecolor": "white"}
-
-
 @style.styled
 def placement(
     rings: Mapping[str, Sequence[Sequence[int]]], replicas: int, *, failed: Sequence[int] = (), title: str
 ) -> Figure:
-    """{name: rings of machines}: a panel each, groups with edges; failed machines are crossed out."""
+    """{name: rings of machines}: a panel each, groups with edges; failed machines are crossed out. A column
+    is a machine: its own state, and below it the states it keeps for others."""
     machines = max((sum(map(len, of)) for of in rings.values()), default=0)
     if not 0 < machines <= 24 or not 1 <= len(rings) <= 4:
         raise ValueError(f"{len(rings)} placements of {machines} machines; draw 1 to 4 of 1 to 24")
@@ -143,7 +117,7 @@ def placement(
         for machine in held:
             others = [state for state, by in held.items() if machine in by and state != machine]
             for row, state in enumerate([machine, *others]):
-                colour = PALE if machine in failed else CYCLE[state % len(CYCLE)]
+                colour = style.PALE if machine in failed else CYCLE[state % len(CYCLE)]
                 style.cell(ax, machine, row, colour, str(state), fontsize=min(8, 20 * side))
             if machine in failed:
                 ends = (machine - 0.46, machine + 0.46), (-0.46, replicas - 0.54)
@@ -156,15 +130,10 @@ def placement(
         ax.set_title(f"{name}: {told}" if failed else name, fontsize=9)
         ax.set_yticks(range(replicas), ["own", *["kept for others"] * (replicas > 1), *[""] * (replicas - 2)])
     panels[-1].set_xlabel(f"machines 0 to {machines - 1}; a number is a state", fontsize=8)
-    style.title_above(figure, title)
     handles = [Line2D([], [], color=BLACK, linewidth=1.6, label="edge of a group")]
     if failed:
         handles.append(Line2D([], [], color=VERMILLION, marker="x", linestyle="", label="failed machine"))
-    style.legend_below(figure, handles)
-    return figure
-
-
-_LEFT = {"old": SKY, "new": GREEN}
+    return style.finished(figure, title, handles)
 
 
 @style.styled
@@ -183,7 +152,7 @@ def calls(saves: Mapping[str, Sequence[tuple[str, object]]], *, title: str) -> F
             look = {"facecolor": _LEFT[left] if known else VERMILLION, "hatch": None if known else "/////"}
             ax.add_patch(Rectangle((0.0, y - 0.4), 0.07, 0.8, edgecolor="white", linewidth=0.5, **look))
             ax.text(0.1, y, call, va="center", fontsize=8, family="DejaVu Sans Mono")
-    handles = [Patch(facecolor=colour, label=f"{what} checkpoint") for what, colour in _LEFT.items()]
+    handles = style.patches({f"{what} checkpoint": colour for what, colour in _LEFT.items()})
     handles.append(Patch(facecolor=VERMILLION, hatch="/////", edgecolor="white", label="nothing that loads"))
     return style.finished(figure, title, handles)
 
@@ -208,5 +177,4 @@ def cuts(layouts: Mapping[str, Sequence[tuple]], shape: tuple[int, int], *, titl
             label = ", ".join(map(str, ranks))
             middle = column + width / 2, row + height / 2
             ax.text(*middle, label, **CENTRED, fontsize=8, color=style.ink_on(colour))
-    style.title_above(figure, title)
-    return figure
+    return style.finished(figure, title)

@@ -6,6 +6,7 @@ picture at the first setting stands in place of the controls.
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 
 import ipywidgets
 from matplotlib.figure import Figure
@@ -16,16 +17,17 @@ PAUSE_S = 0.12  # a drag is over when nothing has changed for so long
 Drawn = tuple[Figure | str | None, Sequence[str]]  # a picture, or none, and the lines above it
 
 
+_LOOK = {"style": {"description_width": "150px"}, "layout": {"width": "420px"}}
+
+
 def slider(name: str, low: int, value: int, high: int) -> ipywidgets.IntSlider:
     """A whole number from low to high, which follows the mouse."""
-    words = {"style": {"description_width": "150px"}, "layout": {"width": "420px"}}
-    return ipywidgets.IntSlider(min=low, value=value, max=high, description=name, **words)
+    return ipywidgets.IntSlider(min=low, value=value, max=high, description=name, **_LOOK)
 
 
 def steps(name: str, values: Sequence, value) -> ipywidgets.SelectionSlider:
     """One of some values in order, which follows the mouse."""
-    words = {"style": {"description_width": "150px"}, "layout": {"width": "420px"}}
-    return ipywidgets.SelectionSlider(options=list(values), value=value, description=name, **words)
+    return ipywidgets.SelectionSlider(options=list(values), value=value, description=name, **_LOOK)
 
 
 def menu(name: str, options: Iterable[str], value: str) -> ipywidgets.Dropdown:
@@ -66,7 +68,7 @@ def followed(rows: Sequence[Sequence], picture: Callable[..., Drawn], alt: str =
     def follow() -> Figure | str | None:
         drawn, lines = picture(*([control.value for control in row] for row in rows))
         box.drawn += 1
-        text.value = "<br>".join(lines)
+        text.value = "<br>".join(map(escape, lines))
         if isinstance(drawn, str):
             image.format, image.value = "svg+xml", drawn.encode()
         elif drawn is not None:

@@ -19,9 +19,8 @@ def table(costs: Sequence[int], stages: int, *, title: str) -> Figure:
     cut of all layers was made of: how many layers came before the last stage."""
     layers = len(costs)
     if not 2 <= stages <= layers <= 12:
-        raise ValueError(
-            f"table: {layers} layers on {stages} stages; use 2 to 12 layers, a stage at least each"
-        )
+        cure = "use 2 to 12 layers, a stage at least each"
+        raise ValueError(f"table: {layers} layers on {stages} stages; {cure}")
     best = {(0, 0): (0, 0)}
     for stage in range(1, stages + 1):
         for end in range(stage, layers - stages + stage + 1):
@@ -68,9 +67,8 @@ def recomputed(stages: Sequence, units: Sequence[str], *, title: str) -> Figure:
     ax.spines[:].set_visible(False)
     ax.grid(visible=False)
     ax.tick_params(length=0)
-    names = {"kept for backward": COLOURS["activations"], "computed again": GREY}
     return style.finished(
-        figure, title, [Patch(facecolor=colour, label=name) for name, colour in names.items()]
+        figure, title, {"kept for backward": COLOURS["activations"], "computed again": GREY}
     )
 
 
@@ -104,25 +102,20 @@ def room_to_hide(idle: Mapping[str, Sequence[float]], moves: Mapping[str, float]
         ax.axvline(time, **look, label=f"{name}: {float(time):g}")
     style.row_labels(ax, [name for name, _ in rows])
     ax.set(xlabel="time from a tensor's forward to its backward", xlim=(0, None))
-    ax.grid(axis="y", visible=False)
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])
 
 
 @style.styled
-def padding(
-    groupings: Mapping[str, Sequence[Sequence[int]]], lengths: Sequence[int], *, title: str
-) -> Figure:
+def padding(groupings: Mapping[str, Sequence], lengths: Sequence[int], *, title: str) -> Figure:
     """Microbatches of samples side by side: a column per sample, as high as its length; padding is grey."""
     figure, panels = style.panels(groupings, height=2.6)
     for ax, groups in zip(panels, groupings.values()):
         place = 0
         for group in groups:
-            longest = max(lengths[sample] for sample in group)
-            at = range(place, place + len(group))
-            real = [lengths[sample] for sample in group]
-            ax.bar(at, real, width=1, align="edge", color=SKY, linewidth=0)
-            pads = [longest - length for length in real]
-            ax.bar(at, pads, bottom=real, width=1, align="edge", color="#BBBBBB", linewidth=0)
+            at, real = range(place, place + len(group)), [lengths[sample] for sample in group]
+            pads, look = [max(real) - length for length in real], dict(width=1, align="edge", linewidth=0)
+            ax.bar(at, real, color=SKY, **look)
+            ax.bar(at, pads, bottom=real, color="#BBBBBB", **look)
             ax.axvline(place, color="black", linewidth=0.5)
             place += len(group)
         ax.set(xlabel="samples, microbatch by microbatch", xlim=(0, place), xticks=[])

@@ -1,9 +1,4 @@
-"""Data parallelism: who keeps which part of what, and when gradients travel.
-
-who_keeps     ranks as columns, each kind of state cut into as many pieces as there are ranks
-summing       a toy backward whose gradients are summed after it, in one call, or in buckets during it
-replayed      several replayed steps, one below the other, to one scale
-"""
+"""Data parallelism: who keeps which part of what, and when gradients travel."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,20 +7,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minitrain.course.plot import style
+from minitrain.course.plot.charts import transfers
 from minitrain.course.plot.style import CENTRED
-from minitrain.systems.simulate.timeline import join, outside
+from minitrain.systems.simulate.timeline import join
 
-_SIZES = {
-    "optimizer state": 12,
-    "gradients": 2,
-    "parameters": 2,
-}  # bytes per parameter, Adam in mixed precision
+# Bytes per parameter, Adam in mixed precision.
+_SIZES = {"optimizer state": 12, "gradients": 2, "parameters": 2}
+_TRAVEL = ("communication", "exposed communication")
 
 
 @style.styled
-def who_keeps(cut: Mapping[str, Sequence[str]], *, ranks: int = 4, title: str) -> Figure:
-    """{panel: the kinds of which each rank keeps its piece only}; heights are bytes per parameter."""
-    figure, panels = style.panels(cut, height=3.3)
+def who_keeps(cut: Mapping[str, Sequence[str]], *, title: str) -> Figure:
+    """{panel: the kinds of which each of 4 ranks keeps its piece only}; heights are bytes per parameter."""
+    ranks, (figure, panels) = 4, style.panels(cut, height=3.3)
     for ax, kinds in zip(panels, cut.values()):
         for rank in range(ranks):
             bottom = 0.0
@@ -50,13 +44,12 @@ def summing(layers: int = 6, *, work=1.0, latency=0.7, transfer=0.5, bucket=2, t
     """Backward over `layers`, the last one first, and its all-reduces: latency + transfer per layer each."""
     numbers = list(range(layers, 0, -1))
     done = layers * work
+    buckets = [numbers[i : i + bucket] for i in range(0, layers, bucket)]
+    full = [min(i + bucket, layers) * work for i in range(0, layers, bucket)]
     ways = {
         "one call for each\ngradient, afterwards": ([[n] for n in numbers], [done] * layers),
         "one call for all,\nafterwards": ([numbers], [done]),
-        f"buckets of {bucket},\nduring backward": (
-            [numbers[i : i + bucket] for i in range(0, layers, bucket)],
-            [min(i + bucket, layers) * work for i in range(0, layers, bucket)],
-        ),
+        f"buckets of {bucket},\nduring backward": (buckets, full),
     }
     figure, ax = style.canvas(height=3.3)
     for row, (calls, ready) in enumerate(ways.values()):
@@ -83,9 +76,6 @@ def summing(layers: int = 6, *, work=1.0, latency=0.7, transfer=0.5, bucket=2, t
     return style.finished(figure, title, list(map(style.swatch, ("backward", *_TRAVEL))))
 
 
-_TRAVEL = ("communication", "exposed communication")
-
-
 def _box(ax: Axes, start: float, length: float, y: float, label: str, what: str) -> None:
     ax.broken_barh([(start, length)], (y - 0.42, 0.84), **style.look_of(what), linewidth=0.6)
     behind = {"facecolor": style.colour_of(what), "edgecolor": "none", "pad": 1}
@@ -107,9 +97,8 @@ def draw_replayed(ax: Axes, timelines: Mapping) -> set[str]:
     unit, scale = style.unit_for(longest, "s")
     for row, timeline in enumerate(timelines.values()):
         y = 2.6 * row
-        for lane, (label, pieces) in enumerate(
-            (("compute", _work(timeline)), ("network", _travel(timeline)))
-        ):
+        lanes = ("compute", _work(timeline)), ("network", transfers(timeline, 0))
+        for lane, (label, pieces) in enumerate(lanes):
             ax.text(-0.008 * longest / scale, y + lane, label, ha="right", va="center", fontsize=8)
             for what, intervals in pieces.items():
                 bars = join(intervals, gap=longest / 600)
@@ -135,9 +124,3 @@ def _work(timeline) -> dict[str, list]:
             phase = span.event.phase if span.event.phase in style.COLOURS else "compute"
             pieces.setdefault(phase, []).append((span.start_s, span.end_s))
     return pieces
-
-
-def _travel(timeline) -> dict[str, list]:
-    exposed = timeline.exposed(0)
-    moved = ((span.start_s, span.end_s) for span in timeline.transfers(0))
-    return dict(zip(_TRAVEL, (outside(moved, join(exposed)), exposed)))

@@ -1,27 +1,31 @@
-"""Where tokens go: lines from tokens or ranks to experts, the choices of routers, bytes between ranks."""
+"""Where tokens go (lines to experts, choices of routers, bytes between ranks), and who has how much to do:
+experts over a training, ranks before and after experts move."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
+import numpy
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import BLUE, CYCLE, PALE, ink_on
+from minitrain.course.plot.style import BLACK, BLUE, CENTRED, CYCLE, PALE, PALE_BLUE, ink_on
+from minitrain.systems.simulate.timeline import Timeline
 
-_PALE_BLUE = "#DCEBF5"
+_SHADES = LinearSegmentedColormap.from_list("share", ["white", style.SKY, style.BLUE, BLACK])
+_COLOURS = [*CYCLE, style.YELLOW]
 Table = Sequence[Sequence[float]]
 
 
 @style.styled
-def flow(
-    table: Table, sources: Sequence[str], targets: Sequence[str], *, title: str, owners=(), height=3.0
-) -> Figure:
+def flow(table: Table, sources: Sequence[str], targets: Sequence[str], *, title: str, owners=()) -> Figure:
     """Lines as wide as the counts, table[source][target]; a box is as tall as what meets in it. Targets with
     one number in `owners`, a rank each, have one colour, and so have the lines to them."""
     owners, gap = list(owners) or [0] * len(targets), 0.05
     total = sum(map(sum, table)) or 1
     arriving = [sum(row[target] for row in table) for target in range(len(targets))]
-    figure, ax = style.canvas(height=height)
+    figure, ax = style.canvas(height=3.0)
     left, right = _stacked([sum(row) for row in table], total, gap), _stacked(arriving, total, gap)
     for x, boxes, names in ((0.0, left, sources), (1.0, right, targets)):
         for i, ((low, tall), name) in enumerate(zip(boxes, names, strict=True)):
@@ -42,17 +46,13 @@ def flow(
     ax.set(xlim=(-0.25, 1.3), ylim=(1 + gap * max(len(left), len(right)), -0.03))
     ax.set_axis_off()
     ranks = sorted(set(owners)) if len(set(owners)) > 1 else []
-    colours = [(CYCLE[rank % len(CYCLE)], f"rank {rank}'s experts") for rank in ranks]
-    return style.finished(figure, title, [Patch(facecolor=c, label=label) for c, label in colours])
+    return style.finished(figure, title, {f"rank {r}'s experts": CYCLE[r % len(CYCLE)] for r in ranks})
 
 
 def _stacked(amounts: Sequence[float], total: float, gap: float) -> list[tuple[float, float]]:
     """(top, height) of each box, one under the other."""
-    boxes, at = [], 0.0
-    for amount in amounts:
-        boxes.append((at, amount / total))
-        at += amount / total + gap
-    return boxes
+    heights = [amount / total for amount in amounts]
+    return list(zip(accumulate((height + gap for height in heights), initial=0.0), heights))
 
 
 @style.styled
@@ -62,14 +62,12 @@ def choices(panels: Mapping[str, Table], *, title: str) -> Figure:
     side = min(0.3, (style.WIDTH - 0.6) / len(panels) / (experts + 1.2))
     figure, axes = style.grid_of_panels(1, len(panels), height=1.05 + side * tokens)
     for ax, (name, weights) in zip(axes, panels.items()):
-        style.cells(
-            ax, weights, lambda x: (style.blend(_PALE_BLUE, BLUE, min(1.0, x)) if x > 0 else "white", "")
-        )
+        look = lambda x: (style.blend(PALE_BLUE, BLUE, min(1.0, x)) if x > 0 else "white", "")
+        style.cells(ax, weights, look)
         ax.set_xticks(range(experts), [sum(row[e] > 0 for row in weights) for e in range(experts)])
         ax.set_title(name, fontsize=8)
     axes[0].set_yticks(range(tokens), [f"token {token}" for token in range(tokens)])
-    patches = [Patch(facecolor=_PALE_BLUE, label="weight near 0"), Patch(facecolor=BLUE, label="weight 1")]
-    return style.finished(figure, title, patches)
+    return style.finished(figure, title, {"weight near 0": PALE_BLUE, "weight 1": BLUE})
 
 
 @style.styled
@@ -82,7 +80,7 @@ def heat(table: Table, *, title: str, rows: Sequence[str], columns: Sequence[str
         for j, amount in enumerate(row):
             colour = PALE if i == j else style.blend("#FFFFFF", BLUE, 0.9 * amount / most)
             ax.add_patch(Rectangle((j - 0.48, i - 0.46), 0.96, 0.92, facecolor=colour, edgecolor="#CCCCCC"))
-            ax.text(j, i, f"{amount:,}", **style.CENTRED, fontsize=9, color=ink_on(colour))
+            ax.text(j, i, f"{amount:,}", **CENTRED, fontsize=9, color=ink_on(colour))
     ax.set_xticks(range(len(columns)), columns)
     ax.set_yticks(range(len(rows)), rows)
     ax.xaxis.tick_top()
@@ -90,3 +88,65 @@ def heat(table: Table, *, title: str, rows: Sequence[str], columns: Sequence[str
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     return style.finished(figure, title)
+
+
+@style.styled
+def expert_loads(loads: Mapping[str, Sequence[Sequence[int]]], *, top_k: int, title: str) -> Figure:
+    """{run: [steps][E] choices}; black is an expert that all tokens visit, white one that none does."""
+    figure, panels = style.panels(loads, height=2.5)
+    for ax, counts in zip(panels, loads.values()):
+        counts = numpy.array(counts, dtype=float)
+        share = top_k * counts / counts.sum(1, keepdims=True)  # of tokens
+        look = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 1, "cmap": _SHADES}
+        image = ax.imshow(share.T, **look)
+        ax.set(xlabel="step", yticks=range(counts.shape[1]))
+        ax.grid(visible=False)
+    panels[0].set_ylabel("expert")
+    figure.colorbar(image, ax=panels, label="share of tokens", pad=0.01)
+    return style.finished(figure, title)
+
+
+@style.styled
+def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: str) -> Figure:
+    """{placement: [{expert: rows} of each rank]}; a line at the mean."""
+    figure, panels = style.panels(ranks_of, height=2.7)
+    for ax, ranks in zip(panels, ranks_of.values()):
+        mean = sum(sum(parts.values()) for parts in ranks) / len(ranks)
+        for rank, parts in enumerate(ranks):
+            start = 0.0
+            for expert, rows in parts.items():
+                colour = _COLOURS[expert % len(_COLOURS)]
+                ax.bar(rank, rows, bottom=start, color=colour, edgecolor="white", width=0.8)
+                if rows > 0.15 * mean:
+                    ink = ink_on(colour)
+                    ax.text(rank, start + rows / 2, str(expert), **CENTRED, fontsize=8, color=ink)
+                start += rows
+        ax.axhline(mean, color=BLACK, linestyle="--", linewidth=1)
+        ax.set(xticks=range(len(ranks)), xlabel="rank")
+        ax.grid(axis="x", visible=False)
+    panels[0].set_ylabel("rows, by expert")
+    return style.finished(figure, title)
+
+
+@style.styled
+def pairs(timelines: Mapping[str, Timeline], links: Mapping[str, str], *, title: str) -> Figure:
+    """{order: `pair_timeline`}, coloured by microbatch: the last letter of a name. Rows for products and for
+    `links` {axis: label}; hatched is a transfer while nothing computes."""
+    figure, axes = style.stacked(len(timelines), 0.9 + 1.3 * len(timelines))
+    for ax, (name, timeline) in zip(axes, timelines.items()):
+        for y, axis in enumerate(["", *links]):
+            spans = [span for span in timeline.spans[0] if getattr(span.event, "axis", "") == axis]
+            for span in (span for span in spans if span.kind != "wait"):
+                colour = style.SKY if getattr(span.event, "site", span.name).endswith("F") else BLUE
+                bar = [(1e3 * span.start_s, 1e3 * span.duration_s)]
+                ax.broken_barh(bar, (y - 0.4, 0.8), facecolor=colour, edgecolor="white")
+            bars = [(1e3 * start, 1e3 * (end - start)) for start, end in timeline.exposed(0, axis)]
+            ax.broken_barh(bars, (y - 0.4, 0.8), facecolor="none", hatch="/////", edgecolor="white")
+        style.row_labels(ax, ["computing", *links.values()])
+        ax.grid(axis="y", visible=True)
+        exposed = 1e3 * timeline.exposed_communication_s
+        ax.set_title(f"{name}: {1e3 * timeline.step_s:.1f} ms, {exposed:.1f} of them exposed", fontsize=9)
+    ax.set_xlabel("time (ms)")
+    handles = style.patches({"microbatch a, forward": style.SKY, "microbatch b, backward": BLUE})
+    handles.append(Patch(facecolor=style.GREY, hatch="/////", edgecolor="white", label="nothing computes"))
+    return style.finished(figure, title, handles)

@@ -14,7 +14,7 @@ from minitrain.course.plot.style import BLACK, BLUE, CENTRED, CYCLE, GREEN, ORAN
 
 Block = tuple[int, int]  # row and column of a block in its matrix
 Held = Mapping[Block, tuple[Block, Block]]  # {rank (i, j): (block of A, block of B)}
-OCHRE, MOSS = "#9A6A00", "#006B4E"  # orange and green that can be read as text
+_OCHRE, _MOSS = "#9A6A00", "#006B4E"  # orange and green that can be read as text
 _DONE = style.blend("#FFFFFF", SKY, 0.55)
 
 
@@ -38,7 +38,7 @@ def blocks(panels: Mapping[str, Held], *, title: str, arrows: Callable[[int], Se
             look = {"arrowstyle": "-|>", "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0}
             ax.annotate("", *ends, arrowprops=look | {"color": BLACK if is_a else VERMILLION})
         ax.set_title(name, fontsize=9)
-    terms = [Patch(facecolor=CYCLE[s], label=f"term s = {s}") for s in range(side)]
+    terms = style.patches({f"term s = {s}": CYCLE[s] for s in range(side)})
     frame = Patch(facecolor="white", edgecolor=BLACK, linewidth=2, label="this rank's own block")
     return style.finished(figure, title, [*terms, frame])
 
@@ -90,27 +90,19 @@ def cube(side: int, *, title: str) -> Figure:
             middle = [sum(axis) / 4 for axis in zip(*corners)]
             bold = {"fontsize": 10, "fontweight": "bold", "color": ink_on(colour)}
             ax.text(*middle, f"{name}{u}{v}", **CENTRED, **bold)
-    half = side / 2
-    for text, (x, y) in (
-        ("j", (half, -side - 0.2)),
-        ("i", (-0.17, -half)),
-        ("p", (side + 0.52 * half + 0.2, -side + 0.42 * half - 0.2)),
-    ):
-        ax.text(x, y, text, **CENTRED, fontsize=11, fontstyle="italic")
+    half, italic = side / 2, {"fontsize": 11, "fontstyle": "italic"}
+    ax.text(half, -side - 0.2, "j", **CENTRED, **italic)
+    ax.text(-0.17, -half, "i", **CENTRED, **italic)
+    ax.text(side + 0.52 * half + 0.2, -side + 0.42 * half - 0.2, "p", **CENTRED, **italic)
     kept = "each keeps 1/l of it"
-    for row, (text, colour, weight) in enumerate(
-        (
-            ("Rank (i, j, p) is one small cube; it multiplies A(i,p) by B(p,j).", BLACK, "bold"),
-            (f"The ranks along j (input_group) need the same A(i,p); {kept}: all-gather.", BLUE, "normal"),
-            (
-                f"The ranks along i (weight_group) need the same B(p,j); {kept}: all-gather.",
-                "#9A6A00",
-                "normal",
-            ),
-            (f"The ranks along p (output_group) add up C(i,j); {kept}: reduce-scatter.", MOSS, "normal"),
-        )
-    ):
-        look = {"ha": "left", "va": "center", "fontsize": 9, "color": colour, "fontweight": weight}
+    said = {
+        "Rank (i, j, p) is one small cube; it multiplies A(i,p) by B(p,j).": BLACK,
+        f"The ranks along j (input_group) need the same A(i,p); {kept}: all-gather.": BLUE,
+        f"The ranks along i (weight_group) need the same B(p,j); {kept}: all-gather.": _OCHRE,
+        f"The ranks along p (output_group) add up C(i,j); {kept}: reduce-scatter.": _MOSS,
+    }
+    for row, (text, colour) in enumerate(said.items()):
+        look = {"va": "center", "fontsize": 9, "color": colour, "fontweight": "normal" if row else "bold"}
         ax.text(1.8 * side, 0.35 - 0.66 * row, textwrap.fill(text, 46), **look)
     ax.set(xlim=(-0.4, 1.8 * side + 4.3), ylim=(-side - 0.35, side / 2), aspect="equal")
     ax.set_axis_off()
@@ -131,8 +123,8 @@ def shards_on_a_ring(journeys: Sequence[Sequence[int]], *, title: str) -> Figure
                 style.cell(ax, owner, rank, colour, f"W{owner}" if now else "", fontsize=8)
         ax.set_title(f"step {step}", fontsize=9)
     panels[0].set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    here = Patch(facecolor=ORANGE, label="the shard that is here, and the block of Y that it gives")
-    return style.finished(figure, title, [here, Patch(facecolor=_DONE, label="blocks of Y that are done")])
+    meaning = {"the shard that is here, and the block of Y that it gives": ORANGE}
+    return style.finished(figure, title, meaning | {"blocks of Y that are done": _DONE})
 
 
 @style.styled

@@ -13,7 +13,8 @@ from minitrain.course.plot import style
 from minitrain.course.plot.style import BLACK, CYCLE, DASHES, GREY, ORANGE, PALE, Runs, Series
 from minitrain.systems.simulate.timeline import outside
 
-_SLOWED = {"facecolor": ORANGE, "hatch": "xxxxx", "edgecolor": BLACK}
+_COPIES = {"copy": style.look_of("communication")}
+_COPIES["copy that shares a link"] = {"facecolor": ORANGE, "hatch": "xxxxx", "edgecolor": BLACK}
 
 
 @style.styled
@@ -44,13 +45,12 @@ def links(run, lanes: Sequence[str] = (), *, kinds: Mapping[str, str] | None = N
             bars["wait"] = outside([(0.0, busy[-1][1])], busy)
         for what, spans in bars.items():
             widths = [(start / scale, (end - start) / scale) for start, end in spans if end > start]
-            look = _look(what)
+            look = _COPIES.get(what) or style.look_of(what)
             if widths:
                 ax.broken_barh(widths, (y - 0.4, 0.8), **look, linewidth=0.4 * (what != "wait"))
                 drawn.setdefault(what, Patch(**look, linewidth=0, label=what))
     style.row_labels(ax, lanes)
     ax.set(xlim=(0, float(run.end_s) / scale or 1), xlabel=f"time ({unit})")
-    ax.grid(axis="y", visible=False)
     return style.finished(figure, title, [drawn[what] for what in sorted(drawn)])
 
 
@@ -59,15 +59,9 @@ def _kind(name: str, kinds: Mapping[str, str]) -> str:
     return kinds[max(fitting, key=len)] if fitting else "compute"
 
 
-def _look(what: str) -> dict:
-    if what == "copy that shares a link":
-        return _SLOWED
-    return style.look_of("communication" if what == "copy" else what)
-
-
 @style.styled
-def side_by_side(runs: Runs, *, title: str, limit: tuple[float, str] | None = None) -> Figure:
-    """{name: `ledger.timeline()`}, side by side; `limit=(80e9, "80 GB")` is a line."""
+def side_by_side(runs: Runs, *, title: str) -> Figure:
+    """{name: `ledger.timeline()`}, side by side."""
     if not 0 < len(runs) <= 4 or any(not timeline for timeline in runs.values()):
         raise ValueError(f"{len(runs)} runs, some perhaps empty; draw 1 to 4 runs, each with a timeline")
     moments = [live for timeline in runs.values() for _, live in timeline]
@@ -77,26 +71,14 @@ def side_by_side(runs: Runs, *, title: str, limit: tuple[float, str] | None = No
     figure, panels = style.panels(runs, height=2.9)
     for ax, timeline in zip(panels, runs.values()):
         stack, _ = style.stack_of_kinds(ax, timeline, kinds, unit, scale, shift=(5, 4), fontsize=8)
-        if limit:
-            ax.axhline(limit[0] / scale, color=BLACK, linestyle="--", linewidth=1)
     panels[(len(panels) - 1) // 2].set_xlabel("operators and collectives, in order")  # of all panels
-    panels[0].set(ylim=(0, 1.2 * max(most, limit[0] if limit else 0) / scale or 1))
-    panels[0].set_ylabel(f"live memory ({unit})")
-    handles = stack[::-1]
-    if limit:
-        handles.append(Line2D([], [], color=BLACK, linestyle="--", linewidth=1, label=limit[1]))
-    return style.finished(figure, title, handles)
+    panels[0].set(ylim=(0, 1.2 * most / scale or 1), ylabel=f"live memory ({unit})")
+    return style.finished(figure, title, stack[::-1])
 
 
 @style.styled
 def pareto(
-    points: Sequence[tuple[str, float, float]],
-    *,
-    title: str,
-    ylabel="extra time",
-    unit="s",
-    chosen="",
-    crowded: bool = False,
+    points: Sequence[tuple], *, title: str, ylabel="extra time", unit="s", chosen="", crowded: bool = False
 ) -> Figure:
     """(name, bytes, extra time) of each choice; a line through those that no other beats in both, named, with
     a ring around the one that is `chosen`. Where it is `crowded`, time has a logarithmic axis and names stand

@@ -1,16 +1,11 @@
-"""Meshes: who shares a group with whom and where they sit, and who sends to whom.
-
-groups      ranks as boxes in their nodes, one panel for each axis, a colour for each of its groups
-matrix      bytes from rank to rank, a colour for each axis
-times       bars of a step's parts, one for each order of the axes
-"""
+"""Meshes: who shares a group with whom and where they sit, who sends to whom, what an order costs."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLUE, CENTRED, CYCLE, GREEN, GREY, ORANGE, PALE, PURPLE, SKY, ink_on
@@ -26,16 +21,8 @@ def groups(by_axis: Mapping[str, Sequence[Sequence[int]]], devices_per_node: int
     nodes = -(-ranks // devices_per_node)
     figure, axes = style.grid_of_panels(1, len(by_axis), height=0.75 + 0.42 * nodes)
     for ax, (axis, found) in zip(axes, by_axis.items()):
-        ax.set_axis_on()
-        ax.set(
-            xlim=(-1.0, devices_per_node - 0.4),
-            ylim=(nodes - 0.4, -0.6),
-            xticks=[],
-            yticks=[],
-            aspect="equal",
-        )
-        ax.grid(visible=False)
-        ax.spines[:].set_visible(False)
+        style.square_cells(ax, devices_per_node, nodes)
+        ax.set(xlim=(-1.0, devices_per_node - 0.4))
         ax.set_title(f"{axis}: {len(found)} groups of {len(found[0])}", fontsize=9)
         for node in range(nodes):
             frame = dict(facecolor="none", edgecolor=GREY, linewidth=1.0)
@@ -75,15 +62,15 @@ def matrix(panels: Mapping[str, Mapping[str, Pairs]], ranks: int, every: int, *,
         ax.grid(visible=False)
         ax.spines[:].set_visible(True)
     axes[0].set_ylabel("from rank")
-    used = [axis for axis in AXES if any(axis in by_axis for by_axis in panels.values())]
-    return style.finished(figure, title, [Patch(facecolor=AXES[axis], label=axis) for axis in used])
+    used = {axis for by_axis in panels.values() for axis in by_axis}
+    return style.finished(figure, title, {axis: AXES[axis] for axis in AXES if axis in used})
 
 
 @style.styled
-def times(parts: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "s") -> Figure:
+def times(parts: Mapping[str, Mapping[str, float]], *, title: str) -> Figure:
     """{label: {part: seconds}}, stacked to the right; "waits for tp" has the colour of tp."""
     scale = max(sum(of.values()) for of in parts.values())
-    name, size = style.unit_for(scale, unit)
+    name, size = style.unit_for(scale, "s")
     figure, ax = style.canvas(height=0.9 + 0.34 * len(parts))
     names = list(dict.fromkeys(part for of in parts.values() for part in of))
     for row, of in enumerate(parts.values()):
@@ -94,8 +81,7 @@ def times(parts: Mapping[str, Mapping[str, float]], *, title: str, unit: str = "
         ax.text(left, row, f" {left:.3g} {name}", va="center", fontsize=8)
     style.row_labels(ax, list(parts))
     ax.set(xlim=(0, 1.12 * scale / size), xlabel=name)
-    ax.grid(axis="y", visible=False)
-    return style.finished(figure, title, [Patch(facecolor=_colour(part), label=part) for part in names])
+    return style.finished(figure, title, {part: _colour(part) for part in names})
 
 
 def _colour(part: str) -> str:

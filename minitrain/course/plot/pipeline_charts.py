@@ -1,7 +1,7 @@
 """Pictures of pipelines: what each rank does when (`schedule`), the way of one microbatch
-(`one_microbatch`), how many activations a rank holds (`in_flight`).
+(`one_microbatch`), what a schedule repeats for each (`building_blocks`), how many activations a rank holds.
 
-All take what `pipeline.simulate.simulate` returns; several are drawn below each other over the same time. A
+Most take what `pipeline.simulate.simulate` returns; several are drawn below each other over the same time. A
 box is an action: its colour is its kind, its number the microbatch, its shade the stage, if there are several
 (later ones: forwards lighter, the others darker; the legend shows them side by side). A forward and a
 backward that run as one are a box of two halves. Dots are idle time. To the right stands the most activations
@@ -18,27 +18,29 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import CENTRED, COLOURS, CYCLE, GREY, WIDTH, Picture
+from minitrain.course.plot.style import CENTRED, COLOURS, CYCLE, GREY, MARKERS, WIDTH, Series
 from minitrain.pipeline.schedule import Action, Entry, parts
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "R": "recomputation"}
+FORWARD, INPUT = COLOURS["forward"], COLOURS["input gradient"]
+PERIOD = 6  # of building blocks: the time between two microbatches
+HELD = {"early": "#BBD9EC", "late": "#E3CBE0"}
 Shades = Mapping[str, Sequence[str]]  # {kind in words: its colours, first stage of a rank first}
 
 
 @style.styled
-def schedule(*simulations, title="", peaks: Sequence | None = None, until: float | None = None) -> Figure:
-    """Ranks down, time to the right. `peaks[i][rank]` stands beside a row of panel i; `until` cuts it off."""
+def schedule(*simulations, title="", peaks: Sequence | None = None) -> Figure:
+    """Ranks down, time to the right. `peaks[i][rank]` stands beside a row of panel i."""
     rows = [len(simulation.spans) for simulation in simulations]
     if not simulations or max(rows) > 16 or sum(rows) > 48:
         raise ValueError(f"{rows} ranks cannot be read; draw at most 16 ranks a panel and 48 in all")
-    end = float(max(simulation.makespan for simulation in simulations) if until is None else until)
-    figure = Picture(figsize=(WIDTH, 0.75 + 0.42 * len(rows) + 0.26 * sum(rows)))
-    heights = [n + 1.2 for n in rows]
-    panels = figure.subplots(len(rows), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    end = float(max(simulation.makespan for simulation in simulations))
+    height = 0.75 + 0.42 * len(rows) + 0.26 * sum(rows)
+    figure, panels = style.stacked(len(rows), height, [n + 1.2 for n in rows])
     for ax, simulation, beside in zip(panels, simulations, peaks or [None] * len(rows)):
         _panel(ax, simulation, end, beside)
     panels[-1].set_xlabel("time")
-    return style.finished(figure, title, _legend(shades_of(simulations, end)))
+    return style.finished(figure, title, _legend(shades_of(simulations)))
 
 
 def headline(simulation) -> str:
@@ -67,13 +69,13 @@ def halves(entry: Entry) -> list[tuple[Action, float, float]]:
     return [(entry.forward, -0.42, 0.42), (entry.backward, 0.0, 0.42)]
 
 
-def shades_of(simulations: Iterable, end: float) -> Shades:
-    """What the legend explains: the colours of every kind that is drawn before `end`."""
+def shades_of(simulations: Iterable) -> Shades:
+    """What the legend explains: the colours of every kind that is drawn."""
     found: dict[str, dict[float, str]] = {}
     for simulation in simulations:
         for rank, spans in enumerate(simulation.spans):
             stages = simulation.schedule.stages_of(rank)
-            for action in parts(entry for entry, start, _ in spans if start < end):
+            for action in parts(entry for entry, _, _ in spans):
                 at = shade(action.stage, stages)
                 found.setdefault(KINDS[action.kind], {}).setdefault(at, fill(action, stages))
     order = (what for what in COLOURS if what in found)
@@ -94,12 +96,11 @@ def _legend(shades: Shades) -> list[Patch | tuple[Patch, ...]]:
 
 
 def _panel(ax: Axes, simulation, end: float, beside: Sequence | None) -> None:
-    _idle(ax, simulation, end)
+    _idle(ax, simulation)
     for rank, spans in enumerate(simulation.spans):
         stages = simulation.schedule.stages_of(rank)
         for entry, start, stop in spans:
-            if start < end:
-                _box(ax, entry, rank, float(start), min(float(stop), end), stages, end)
+            _box(ax, entry, rank, float(start), float(stop), stages, end)
         if beside is not None:
             ax.text(end * 1.01, rank, f"{float(beside[rank]):.3g}", va="center", fontsize=8)
     if beside is not None:
@@ -108,11 +109,11 @@ def _panel(ax: Axes, simulation, end: float, beside: Sequence | None) -> None:
     ax.set(xlim=(0, end))
 
 
-def _idle(ax: Axes, simulation, end: float) -> None:
+def _idle(ax: Axes, simulation) -> None:
     """Empty rows of ranks, all of it idle until boxes are drawn."""
-    width = min(float(simulation.makespan), end)
     for rank in range(len(simulation.spans)):
-        ax.add_patch(Rectangle((0, rank - 0.42), width, 0.84, **style.look_of("idle"), linewidth=0))
+        place = (0, rank - 0.42), float(simulation.makespan), 0.84
+        ax.add_patch(Rectangle(*place, **style.look_of("idle"), linewidth=0))
     style.row_labels(ax, [f"rank {rank}" for rank in range(len(simulation.spans))])
     ax.tick_params(axis="y", length=0, labelsize=8)
     ax.grid(visible=False)
@@ -136,7 +137,7 @@ def one_microbatch(simulation, title: str = "") -> Figure:
     row what the rank waits for."""
     figure, ax = style.canvas(height=0.95 + 0.42 * len(simulation.spans))
     end = float(simulation.makespan)
-    _idle(ax, simulation, end)
+    _idle(ax, simulation)
     for rank, spans in enumerate(simulation.spans):
         before = 0.0
         for entry, start, stop in spans:
@@ -156,24 +157,18 @@ def one_microbatch(simulation, title: str = "") -> Figure:
             before = float(stop)
     ax.set(xlim=(0, end), xlabel="time")
     arrow = Patch(facecolor=COLOURS["communication"], label="message: activations down, gradients up")
-    return style.finished(figure, title, [*_legend(shades_of([simulation], end)), arrow])
+    return style.finished(figure, title, [*_legend(shades_of([simulation])), arrow])
 
 
 def _arrow(ax: Axes, time: float, source: int, rank: int) -> None:
     towards = 1 if rank > source else -1
-    look = {
-        "arrowstyle": "-|>",
-        "color": COLOURS["communication"],
-        "linewidth": 1.6,
-        "shrinkA": 0,
-        "shrinkB": 0,
-    }
+    look = dict(arrowstyle="-|>", color=COLOURS["communication"], linewidth=1.6, shrinkA=0, shrinkB=0)
     ends = {"xy": (time, rank - 0.25 * towards), "xytext": (time, source + 0.25 * towards)}
     ax.annotate("", **ends, arrowprops=look, annotation_clip=False)
 
 
 @style.styled
-def in_flight(simulation, counts: Sequence[Sequence], *, title: str, limit: float | None = None) -> Figure:
+def in_flight(simulation, counts: Sequence[Sequence], *, title: str) -> Figure:
     """Activations over time, a line per rank. `counts[rank][i]` is what it holds after its i-th entry."""
     figure, ax = style.canvas(height=2.6)
     end = float(simulation.makespan)
@@ -183,7 +178,62 @@ def in_flight(simulation, counts: Sequence[Sequence], *, title: str, limit: floa
         look = {"color": CYCLE[rank % len(CYCLE)], "linestyle": ["-", "--"][rank // len(CYCLE) % 2]}
         steps = [0.0, *map(float, held), float(held[-1])]
         ax.step([0.0, *times, end], steps, where="post", label=f"rank {rank}", **look)
-    if limit is not None:
-        ax.axhline(limit, color=GREY, linestyle=":", label="limit")
     ax.set(xlabel="time", ylabel="activations held", xlim=(0, end))
+    return style.finished(figure, title, ax.get_legend_handles_labels()[0])
+
+
+@style.styled
+def building_blocks(blocks: Mapping[str, Sequence], *, title: str) -> Figure:
+    """A panel per schedule: ranks down, time to the right, the way of microbatch 0 as a line. The schedule
+    repeats this block for each microbatch, a fixed time later.
+
+    blocks[name][r] = starts of F of stage r, F of stage 2p-1-r, I of stage 2p-1-r, I of stage r; a unit each.
+    A bar reaches from a stage's F to its I: so long is its activation held. A rank's bars, over the time
+    between two microbatches, are the activations of stages that it holds at a time."""
+    if not blocks or any(not 2 <= len(ranks) <= 8 for ranks in blocks.values()):
+        raise ValueError("building_blocks: give one block or more, of 2 to 8 ranks")
+    end = 1.12 * (1 + max(times[-1] for ranks in blocks.values() for times in ranks))
+    rows = sum(map(len, blocks.values()))
+    heights = [len(ranks) + 0.6 for ranks in blocks.values()]
+    figure, panels = style.stacked(len(blocks), 0.8 + 0.36 * len(blocks) + 0.3 * rows, heights)
+    for ax, (name, ranks) in zip(panels, blocks.items()):
+        p = len(ranks)
+        for r, (down, up, late, early) in enumerate(ranks):
+            for at, until, below, kind in ((down, early, -0.42, "early"), (up, late, 0.21, "late")):
+                ax.add_patch(Rectangle((at, r + below), until - at + 1, 0.21, color=HELD[kind], linewidth=0))
+            stages, colours = (r, 2 * p - 1 - r, 2 * p - 1 - r, r), (FORWARD, FORWARD, INPUT, INPUT)
+            for at, stage, colour in zip((down, up, late, early), stages, colours):
+                ax.add_patch(Rectangle((at, r - 0.3), 1, 0.6, facecolor=colour, edgecolor="white", zorder=2))
+                look = {"fontsize": 7, "color": style.ink_on(colour), "zorder": 3}
+                ax.text(at + 0.5, r, str(stage), **CENTRED, **look)
+            held = (early - down + late - up) / PERIOD
+            ax.text(end, r, f"{held:.2g} ", ha="right", va="center", fontsize=8)
+        legs = [[(starts[leg] + 0.5, r) for r, starts in enumerate(ranks)] for leg in range(4)]
+        path = [*legs[0], *legs[1][::-1], *legs[2], *legs[3][::-1]]
+        ax.plot(*zip(*path), color=style.BLACK, linewidth=0.8, zorder=1.5)
+        ax.text(end, -0.75, "stages held", ha="right", va="center", fontsize=7, color=style.GREY)
+        ax.set_title(name, fontsize=8.5, fontweight="normal")
+        ax.set(xlim=(0, end))
+        style.row_labels(ax, [f"rank {r}" for r in range(p)])
+        ax.grid(visible=False)
+        ax.tick_params(axis="y", length=0, labelsize=8)
+    panels[-1].set_xlabel("time of microbatch 0, in units of one F, I or W")
+    meaning = {"forward of the numbered stage": FORWARD, "input gradient": INPUT}
+    for way, kind in (("down", "early"), ("up", "late")):
+        meaning[f"held for the stage on the way {way}"] = HELD[kind]
+    return style.finished(figure, title, meaning)
+
+
+@style.styled
+def memory_bought(limits: Sequence, curves: Series, points: Mapping[str, tuple], *, title: str) -> Figure:
+    """Curves over the memory limit, and schedules as points: {name: (most microbatches held, overhead)}."""
+    figure, ax = style.canvas(height=3.4)
+    for i, (name, values) in enumerate(curves.items()):
+        ax.plot(limits, values, color=CYCLE[i], linewidth=1.2, label=name)
+    for i, (name, (held, overhead)) in enumerate(points.items()):
+        look = {"marker": MARKERS[i % len(MARKERS)], "color": CYCLE[(i + len(curves)) % len(CYCLE)]}
+        ax.plot(held, overhead, linestyle="none", markersize=8, **look, label=name)
+    highest = max(overhead for _, overhead in points.values())
+    ax.set(xlabel="microbatches that a rank may hold (activations of 1/p of the model)")
+    ax.set(ylabel="idle time (own span) / work", ylim=(-0.04 * highest, 2.2 * highest))
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])

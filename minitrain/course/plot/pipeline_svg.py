@@ -25,7 +25,9 @@ def drawn(*simulations, peaks: Sequence | None = None, alt: str = "") -> str:
         parts += _panel(simulation, beside, scale, top)
         top += 26 + ROW * len(simulation.spans)
     parts += svg.axis(end, scale, LEFT, RIGHT, top, "time")
-    entries, height = svg.legend(_entries(pipeline_charts.shades_of(simulations, end)), LEFT, top + 34)
+    shades = {**pipeline_charts.shades_of(simulations), "idle": [svg.IDLE]}
+    labels = [pipeline_charts.label_of(what, colours) for what, colours in shades.items()]
+    entries, height = svg.legend(zip(labels, shades.values()), LEFT, top + 34)
     return svg.page(height, [*parts, *entries], alt)
 
 
@@ -62,8 +64,3 @@ def _panel(simulation, beside: Sequence | None, scale: float, top: float) -> lis
     for ink, labels in numbers.items():
         parts.append(f'<g fill="{ink}" text-anchor="middle">{"".join(labels)}</g>')
     return parts
-
-
-def _entries(shades: pipeline_charts.Shades) -> list[tuple[str, list[str]]]:
-    every = [*shades.items(), ("idle", [svg.IDLE])]
-    return [(pipeline_charts.label_of(what, colours), colours) for what, colours in every]

@@ -1,8 +1,5 @@
 """Drag it: choose two schedules, their sizes and what each action costs; picture, bubbles and memory follow.
 
-    explore()                       in a notebook: two menus of schedules, sliders for p, m, v and the costs
-    picture(names, sizes, costs)    the same without a widget: the picture, and a line for each schedule
-
 `v` is what a schedule has several of: stages of a rank (interleaved, breadth-first), waves (Hanayo), slices
 of a sequence (TeraPipe, Seq1F1B). A rank has the same work and memory for all v: a stage costs 1/v of them.
 A forward and a backward that run as one (DualPipe) cost `FB`, 0 for the sum of both. What a schedule refuses
@@ -14,42 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from html import escape
 
 import ipywidgets
 
 from minitrain.course.plot import pipeline_svg
 from minitrain.course.plot.controls import Drawn, followed, menus, slider
 from minitrain.pipeline.schedule import Schedule, check, peak
-from minitrain.pipeline.schedules.bidirectional import chimera, dualpipe, dualpipe_v, hanayo
-from minitrain.pipeline.schedules.one_direction import (
-    breadth_first,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    seq1f1b,
-    terapipe,
-)
-from minitrain.pipeline.schedules.zero_bubble import v_half, v_min, zb_h1, zb_h2, zb_interleaved, zb_v
+from minitrain.pipeline.schedules import bidirectional, one_direction, zero_bubble
 from minitrain.pipeline.simulate import Costs, simulate
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
-    "GPipe": lambda p, m, v: gpipe(p, m),
-    "1F1B": lambda p, m, v: one_f_one_b(p, m),
-    "interleaved 1F1B": interleaved,
-    "breadth-first": breadth_first,
-    "ZB-H1": lambda p, m, v: zb_h1(p, m),
-    "ZB-H2": lambda p, m, v: zb_h2(p, m),
-    "interleaved zero bubble": zb_interleaved,
-    "ZB-V": lambda p, m, v: zb_v(p, m),
-    "V-Half": lambda p, m, v: v_half(p, m),
-    "V-Min": lambda p, m, v: v_min(p, m),
-    "Chimera": lambda p, m, v: chimera(p, m),
-    "Hanayo": hanayo,
-    "DualPipe": lambda p, m, v: dualpipe(p, m),
-    "DualPipeV": lambda p, m, v: dualpipe_v(p, m),
-    "TeraPipe": terapipe,
-    "Seq1F1B": seq1f1b,
+    "GPipe": lambda p, m, v: one_direction.gpipe(p, m),
+    "1F1B": lambda p, m, v: one_direction.one_f_one_b(p, m),
+    "interleaved 1F1B": one_direction.interleaved,
+    "breadth-first": one_direction.breadth_first,
+    "ZB-H1": lambda p, m, v: zero_bubble.zb_h1(p, m),
+    "ZB-H2": lambda p, m, v: zero_bubble.zb_h2(p, m),
+    "interleaved zero bubble": zero_bubble.zb_interleaved,
+    "ZB-V": lambda p, m, v: zero_bubble.zb_v(p, m),
+    "V-Half": lambda p, m, v: zero_bubble.v_half(p, m),
+    "V-Min": lambda p, m, v: zero_bubble.v_min(p, m),
+    "Chimera": lambda p, m, v: bidirectional.chimera(p, m),
+    "Hanayo": bidirectional.hanayo,
+    "DualPipe": lambda p, m, v: bidirectional.dualpipe(p, m),
+    "DualPipeV": lambda p, m, v: bidirectional.dualpipe_v(p, m),
+    "TeraPipe": one_direction.terapipe,
+    "Seq1F1B": one_direction.seq1f1b,
 }
 SIZES = {"ranks p": (1, 4, 8), "microbatches m": (1, 8, 24), "stages per rank v": (1, 2, 4)}
 COSTS = {
@@ -108,8 +95,7 @@ def explore(first: str = "1F1B", second: str = "ZB-H1") -> ipywidgets.VBox:
             made = possible(*(cost for row in costs for cost in row))
         except ValueError as error:
             return None, [str(error)]
-        drawn, lines = picture(names, *sizes, made)
-        return drawn, [escape(line) for line in lines]
+        return picture(names, *sizes, made)
 
     alt = f"{first} above {second}: what each rank does when, with four ranks and eight microbatches"
     return followed([menus(SCHEDULES, first, second), sizes, costs[:3], costs[3:]], draw, alt)

@@ -1,8 +1,5 @@
 """Drag it: a model, a machine and a layout; memory of every stage, time of a step and MFU follow.
 
-    explore(work_of, known)        in a notebook, with those of minitrain/compose/dry_runs.py
-    picture(choice, work_of)       the same without a widget: the picture, and the lines above it
-
 A `Choice` is what the controls say. What it cannot be (sizes that do not divide, say) is one line, with the
 way out; what does not fit says by how much. All numbers are plan.predict's, so a move asks no torch:
 only a kind of layer that was never dry-run needs up to a second, and is measured if `measure` is on. Of a
@@ -15,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from html import escape
 
 import ipywidgets
 
@@ -49,15 +45,8 @@ VALUES = {  # of each control
     "rows": POWERS[:4],
     "length": POWERS[7:],
 }
-ROWS = (
-    ("model", "machine", "precision"),
-    ("recompute", "schedule", "zero"),
-    ("ranks", "dp"),
-    ("pp", "tp"),
-    ("cp", "ep"),
-    ("batch", "rows"),
-    ("length",),
-)
+ROWS = [["model", "machine", "precision"], ["recompute", "schedule", "zero"], ["ranks", "dp"], ["pp", "tp"]]
+ROWS += [["cp", "ep"], ["batch", "rows"], ["length"]]
 WORDS = dict(batch="rows per step", rows="rows per microbatch", length="tokens per row", zero="ZeRO")
 
 
@@ -85,7 +74,7 @@ class Choice:
     rows: int = 1
     length: int = 2048
 
-    def run(self, stack: str = "overlapped") -> TrainingRun:
+    def run(self) -> TrainingRun:
         """ValueError for what cannot be."""
         others = self.pp * self.cp * self.tp
         dp = max(1, self.ranks // others) if self.dp == REST else self.dp
@@ -94,9 +83,8 @@ class Choice:
             raise ValueError(f"{sizes}, but there are {self.ranks} ranks; change one of these")
         if self.batch % (dp * self.rows):
             sizes = f"dp = {dp} times {self.rows} rows per microbatch"
-            raise ValueError(
-                f"{self.batch} rows per step are no multiple of {sizes}; take more, or smaller ones"
-            )
+            cure = "take more, or smaller ones"
+            raise ValueError(f"{self.batch} rows per step are no multiple of {sizes}; {cure}")
         sizes = dict(dp=dp, pp=self.pp, cp=self.cp, tp=self.tp, ep=self.ep, zero=self.zero)
         sizes |= dict(sequence_parallel=True) if self.tp > 1 else {}
         sizes |= dict(core="gathered") if self.cp > 1 else {}
@@ -105,31 +93,27 @@ class Choice:
         sizes |= dict(microbatches=self.batch // (dp * self.rows), recompute=self.recompute)
         strategy = Strategy(**sizes, precision=self.precision)
         model = presets[self.model]
-        run = TrainingRun(model, strategy, MACHINES[self.machine], self.batch, self.length, STACKS[stack])
+        machine, stack = MACHINES[self.machine], STACKS["overlapped"]
+        run = TrainingRun(model, strategy, machine, self.batch, self.length, stack)
         strategy.check_batch(model, self.batch, self.length)
         run.machine.device.peak(strategy.policy.activations)
         return run
 
 
-def picture(choice: Choice, work_of: WorkOf, stack: str = "overlapped") -> Drawn:
+def picture(choice: Choice, work_of: WorkOf) -> Drawn:
     """Memory and time of a choice, or no picture and why it cannot be."""
     try:
-        prediction = predict(choice.run(stack), work_of)
-        stages = by_rank(prediction.run, _kept(prediction))
+        prediction = predict(run := choice.run(), work_of)
+        kept = work_of(run.model, run.strategy, run.microbatch, run.length, run.stack.flash)
+        stages = by_rank(run, kept)
     except NotMeasured as error:
         return None, [str(error)]
     except ValueError as error:
         return None, [f"impossible: {error}"]
     fits, speed = _fits(prediction, stages), _speed(prediction)
-    title = f"{choice.model} on {choice.ranks} x {prediction.run.machine.device.name}: {_layout(prediction)}"
+    title = f"{choice.model} on {choice.ranks} x {run.machine.device.name}: {_layout(prediction)}"
     limits = [f"not known: {said}" for said in prediction.limits if "does not fit" not in said]
     return plan_svg.drawn(prediction, stages, title, fits, speed), [fits, speed, *limits]
-
-
-def _kept(prediction: Prediction) -> Work:
-    """The work that memory follows from."""
-    run = prediction.run
-    return prediction.work_of(run.model, run.strategy, run.microbatch, run.length, run.stack.flash)
 
 
 def _fits(prediction: Prediction, stages: list[dict[str, int]]) -> str:
@@ -146,9 +130,8 @@ def _fits(prediction: Prediction, stages: list[dict[str, int]]) -> str:
 def _speed(prediction: Prediction) -> str:
     run = prediction.run
     tokens = run.batch * run.length / prediction.step_s
-    return (
-        f"a step takes {prediction.step_s:.4g} s, MFU {prediction.mfu:.1%}, {tokens:,.0f} tokens per second"
-    )
+    mfu = f"MFU {prediction.mfu:.1%}"
+    return f"a step takes {prediction.step_s:.4g} s, {mfu}, {tokens:,.0f} tokens per second"
 
 
 def _layout(prediction: Prediction) -> str:
@@ -159,10 +142,9 @@ def _layout(prediction: Prediction) -> str:
     return f"{said}; {strategy.microbatches} microbatches of {rows} row{'s' if rows > 1 else ''}"
 
 
-def explore(
-    work_of: WorkOf, known: Callable[..., bool], stack: str = "overlapped", **first: int | str
-) -> Followed:
-    """Menus and sliders above a picture that follows them; `first` are fields of a Choice to begin with."""
+def explore(work_of: WorkOf, known: Callable[..., bool], **first: int | str) -> Followed:
+    """Menus and sliders above a picture that follows them; `work_of` and `known` are those of
+    minitrain/compose/dry_runs.py, `first` are fields of a Choice to begin with."""
     names = {field.name for field in fields(Choice)}
     if unknown := sorted(first.keys() - names):
         raise ValueError(f"explore: a choice has no {', '.join(unknown)}; use {', '.join(sorted(names))}")
@@ -170,13 +152,12 @@ def explore(
     measure = ipywidgets.ToggleButton(False, description="measure", tooltip="dry-run new kinds of layers")
     rows = [[_control(name, getattr(start, name)) for name in row] for row in ROWS]
     rows[-1].append(measure)
-    picture(start, work_of, stack)  # measures the first kind of layer
+    picture(start, work_of)  # measures the first kind of layer
 
     def draw(*rows: list) -> Drawn:
         *values, wanted = (value for row in rows for value in row)
         choice = replace(start, **dict(zip((name for row in ROWS for name in row), values)))
-        drawn, lines = picture(choice, work_of if wanted else partial(_only, known, work_of), stack)
-        return drawn, [escape(line) for line in lines]
+        return picture(choice, work_of if wanted else partial(_only, known, work_of))
 
     return followed(rows, draw, f"memory by stage and time by part of {start.model} on {start.ranks} ranks")
 

@@ -1,4 +1,4 @@
-"""What a narrow format can say, and what a narrow sum loses."""
+"""What a narrow format can say, what a narrow sum loses, whose resolution an outlier takes."""
 
 from collections.abc import Mapping, Sequence
 from math import floor, log2
@@ -8,7 +8,10 @@ from matplotlib.patches import Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.charts import bars_by_kind, lines
-from minitrain.course.plot.style import CENTRED, CYCLE, GREY, ORANGE, PALE, SKY, VERMILLION, Series
+from minitrain.course.plot.style import BLACK, CENTRED, CYCLE, GREY, ORANGE, PALE, SKY, VERMILLION, Series
+
+Pair = tuple[int, int]
+_TAKEN = style.blend(VERMILLION, "white", 0.4)
 
 
 @style.styled
@@ -31,7 +34,6 @@ def number_lines(values: Series, *, title: str, subnormal_below: Mapping | None 
     style.row_labels(ax, list(rows))
     ax.set_xscale("log", base=2)
     ax.set(xlim=(smallest / 1.5, largest * 2.0 ** (1 + 0.1 * (log2(largest) - floor(log2(smallest))))))
-    ax.grid(axis="y", visible=False)
     return style.finished(figure, title)
 
 
@@ -61,8 +63,7 @@ def magnitudes(shares: Mapping[str, Mapping], formats: Mapping[str, tuple], *, t
     if not shares or not formats:
         raise ValueError(f"{len(shares)} kinds and {len(formats)} formats; give at least one of each")
     heights = [0.62] * len(shares) + [0.25 + 0.24 * len(formats)]
-    figure = style.Picture(figsize=(style.WIDTH, 0.6 + sum(heights)))
-    *panels, below = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    figure, (*panels, below) = style.stacked(len(heights), 0.6 + sum(heights), heights)
     for i, (ax, (kind, parts)) in enumerate(zip(panels, shares.items())):
         ax.bar(list(parts), [100 * share for share in parts.values()], width=0.9, color=CYCLE[i % len(CYCLE)])
         ax.set(yticks=[])
@@ -72,7 +73,6 @@ def magnitudes(shares: Mapping[str, Mapping], formats: Mapping[str, tuple], *, t
         below.barh(y, ends[1] - ends[0], left=ends[0], height=0.6, color=PALE)
         below.barh(y, ends[2] - ends[1], left=ends[1], height=0.6, color=GREY)
     style.row_labels(below, list(formats))
-    below.grid(axis="y", visible=False)
     below.set(xlabel="power of two")
     return style.finished(figure, title)
 
@@ -90,7 +90,6 @@ def gaps(of: Series, *, title: str, xlabel: str) -> Figure:
         ax.plot(xs, [y] * len(xs), "o", color=style.BLUE, markersize=4)
     style.row_labels(ax, list(of))
     ax.set_xlabel(xlabel)
-    ax.grid(axis="y", visible=False)
     return style.finished(figure, title)
 
 
@@ -109,11 +108,8 @@ def contractions(products: Sequence[tuple[str, tuple, tuple]], *, title: str) ->
                     size = min(width, across - x), min(height, down - y)
                     ax.add_patch(Rectangle((at + x, y), *size, facecolor=colour, edgecolor="white"))
             ax.text(at + across / 2, down / 2, label, **CENTRED, fontsize=11, fontweight="bold")
-            names = (
-                (column, at + across / 2, -0.25, "center", "bottom"),
-                (row, at - 0.2, down / 2, "right", "center"),
-            )
-            for text, x, y, ha, va in names:
+            above = column, at + across / 2, -0.25, "center", "bottom"
+            for text, x, y, ha, va in (above, (row, at - 0.2, down / 2, "right", "center")):
                 summed = dict(color=VERMILLION, fontweight="bold") if text == left[2][0] else {}
                 ax.text(x, y, text, ha=ha, va=va, fontsize=9, **summed)
             at += across + 1.4
@@ -122,4 +118,53 @@ def contractions(products: Sequence[tuple[str, tuple, tuple]], *, title: str) ->
         ax.set_title(name, fontsize=9)
         ax.set_anchor("NW")
         ax.set_axis_off()
+    return style.finished(figure, title)
+
+
+@style.styled
+def sharing(shape: Pair, tiles: Mapping[str, Pair], outliers: Sequence[Pair], *, title: str) -> Figure:
+    """What shares its scale with an outlier (row, column), a panel for each kind of tile: {name: (height,
+    width)}, 0 for the whole of a side."""
+    rows, columns = shape
+    outside = [at for at in outliers if not (0 <= at[0] < rows and 0 <= at[1] < columns)]
+    if outside or not tiles:
+        found = f"outliers at {outside}" if outside else "no tiles"
+        raise ValueError(f"{found}, a matrix of {rows} x {columns}; give places inside it and a tile or more")
+    figure, panels = style.grid_of_panels(1, len(tiles), height=0.9 + 1.7 * rows / columns)
+    for ax, (name, (height, width)) in zip(panels, tiles.items()):
+        height, width = height or rows, width or columns
+        taken = 0
+        for top in range(0, rows, height):
+            for left in range(0, columns, width):
+                down, across = min(height, rows - top), min(width, columns - left)
+                hit = any(0 <= r - top < down and 0 <= c - left < across for r, c in outliers)
+                taken += hit * down * across
+                look = {"facecolor": _TAKEN if hit else PALE, "edgecolor": "white", "linewidth": 0.8}
+                ax.add_patch(Rectangle((left, top), across, down, **look))
+        for row, column in outliers:
+            ax.add_patch(Rectangle((column, row), 1, 1, facecolor=BLACK))
+        ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xticks=[], yticks=[])
+        ax.set_title(f"{name}: {taken / rows / columns:.0%}", fontsize=9)
+    meaning = {"outlier": BLACK, "has its scale": _TAKEN, "has a scale of its own": PALE}
+    return style.finished(figure, title, meaning)
+
+
+@style.styled
+def code_shares(shares: Mapping[str, Mapping[int, float]], *, title: str, xlabel: str = "code") -> Figure:
+    """{name: {code: share of the numbers}}, with the share above each bar, as percent."""
+    if not shares or any(not parts for parts in shares.values()):
+        raise ValueError(f"{len(shares)} panels, of which some are empty; give shares of codes for each")
+    figure, panels = style.panels(shares, height=2.6)
+    top = max(share for parts in shares.values() for share in parts.values())
+    codes = sorted({code for parts in shares.values() for code in parts})
+    for i, (ax, parts) in enumerate(zip(panels, shares.values())):
+        percent = {code: 100 * share for code, share in parts.items()}
+        ax.bar(list(percent), list(percent.values()), width=0.85, color=CYCLE[i % len(CYCLE)])
+        for code, share in percent.items():
+            if share >= 0.5:
+                ax.text(code, share, f"{share:.0f}", ha="center", va="bottom", fontsize=7)
+        ax.set(ylim=(0, 112 * top), xlim=(codes[0] - 0.6, codes[-1] + 0.6), xlabel=xlabel)
+        ax.set_xticks(range(codes[0], codes[-1] + 1))
+        ax.grid(axis="x", visible=False)
+    panels[0].set_ylabel("% of the numbers")
     return style.finished(figure, title)

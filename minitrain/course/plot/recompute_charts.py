@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLUE, ORANGE, PALE, SKY
@@ -20,8 +20,7 @@ def plan(plans: Mapping[str, Sequence[Action]], *, title: str) -> Figure:
     if not plans or not all(plans.values()):
         raise ValueError(f"{len(plans)} plans, some without actions; give plans of one action or more")
     layers = max(action.layer for actions in plans.values() for action in actions) + 1
-    figure = style.Picture(figsize=(style.WIDTH, 0.7 + len(plans) * (0.5 + 0.11 * layers)))
-    panels = figure.subplots(len(plans), 1, sharex=True, squeeze=False)[:, 0]
+    figure, panels = style.stacked(len(plans), 0.7 + len(plans) * (0.5 + 0.11 * layers))
     longest = 0
     for ax, (name, actions) in zip(panels, plans.items()):
         column, forwards, taped = 0, 0, set()
@@ -39,5 +38,4 @@ def plan(plans: Mapping[str, Sequence[Action]], *, title: str) -> Figure:
         ax.set_title(f"{name}: {forwards} forwards", fontsize=8)
     panels[-1].set(xlim=(0, longest), xlabel="actions, one after the other")
     colours = {word: COLOURS[kind] for kind, word in WORDS.items()}
-    colours |= {"input held": PALE, "input and graph held": GRAPH}
-    return style.finished(figure, title, [Patch(facecolor=c, label=name) for name, c in colours.items()])
+    return style.finished(figure, title, colours | {"input held": PALE, "input and graph held": GRAPH})

@@ -1,9 +1,5 @@
 """Drag it: two plans of a chain, how long it is and what may be held; picture, forwards and memory follow.
 
-    explore()                        in a notebook: two menus of plans, sliders for n, k, c and a graph's size
-    picture(names, n, k, c, graph)   the same without a widget: the figure, and a line for each plan
-    pick(choices)                    click through the front of rematerialize.py: a word, its price
-
 An input counts 1; the graph of a layer, between its T and its B, counts `graph`. k is the length of a
 segment, c how many inputs revolve may hold. What a plan refuses is shown as the line that it raises.
 """
@@ -54,18 +50,18 @@ def explore(first: str = "every k", second: str = "revolve") -> ipywidgets.VBox:
     return followed(rows, lambda names, sizes, room: picture(names, *sizes, *room), alt)
 
 
-def pick(choices: Sequence[Choice], unit: str = "FLOPs") -> ipywidgets.VBox:
-    """A button for every choice, whose times are in `unit`; the picture rings the one that is pressed, the
-    text says what it means."""
+def pick(choices: Sequence[Choice]) -> ipywidgets.VBox:
+    """A button for every choice of rematerialize.py, whose times are in FLOPs; the picture rings the one that
+    is pressed, the text says what it means."""
     if not choices:
         raise ValueError("pick: no choices; give those of plan.rematerialize.front")
     by_word = {choice.policy: choice for choice in choices}
     points = [(word, choice.bytes, choice.time) for word, choice in by_word.items()]
-    look = dict(title="What a block keeps, and what it costs", ylabel="computed again", unit=unit)
+    look = dict(title="What a block keeps, and what it costs", ylabel="computed again", unit="FLOPs")
 
     def draw(pressed: list[str]) -> tuple[Figure, list[str]]:
         (word,) = pressed
-        price = f"{by_word[word].bytes:,} bytes kept, {by_word[word].time:,} {unit} more"
+        price = f"{by_word[word].bytes:,} bytes kept, {by_word[word].time:,} FLOPs more"
         return plot_memory.pareto(points, chosen=word, **look), [f"Strategy(recompute={word!r}): {price}"]
 
     alt = "what each choice keeps in bytes, against what it computes again; one point is ringed"

@@ -1,10 +1,4 @@
-"""Ideas before code, for the first chapters: boxes and arrows that say what will be measured.
-
-three_runs          one function, three ways to run it, one ledger
-one_matrix          a matrix in forward and backward: its products, and what is kept between them
-node                the devices of a node, the switch between them, and their network cards
-ring_and_trees      the same ranks as a ring and as two trees, inner ranks filled
-"""
+"""Ideas before code, for the first chapters: boxes and arrows that say what will be measured."""
 
 from collections.abc import Sequence
 from math import cos, pi, sin
@@ -14,17 +8,27 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import BLACK, BLUE, CENTRED, GREEN, GREY, ORANGE, PALE, SKY, ink_on
+from minitrain.course.plot.style import (
+    BLACK,
+    BLUE,
+    CENTRED,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALE,
+    PALE_BLUE,
+    SKY,
+    ink_on,
+)
 
 Point = tuple[float, float]
-_PALE_BLUE = "#DCEBF5"
 
 
 @style.styled
 def three_runs() -> Figure:
     """The reader's function, the three ways it runs, the one ledger behind them, and what is made of it."""
     figure, ax = _blank(height=2.5, right=10.2, top=4.2)
-    _box(ax, (1.0, 2.0), "your function\nfn(...)", wide=1.7, colour=_PALE_BLUE)
+    _box(ax, (1.0, 2.0), "your function\nfn(...)", wide=1.7, colour=PALE_BLUE)
     ways = (
         (3.4, "launch.run(fn, ranks=4)\nprocesses of this machine"),
         (2.0, "torchrun script.py\nranks of a cluster job"),
@@ -34,7 +38,7 @@ def three_runs() -> Figure:
         _box(ax, (4.35, y), text, wide=3.1, colour="white")
         _arrow(ax, (1.87, 2.0 + 0.12 * (y - 2.0)), (2.78, y))
         _arrow(ax, (5.92, y), (6.83, 2.0 + 0.12 * (y - 2.0)))
-    _box(ax, (7.6, 2.0), "ledger\nbytes sent\nFLOPs\nlive memory", wide=1.5, tall=1.6, colour=_PALE_BLUE)
+    _box(ax, (7.6, 2.0), "ledger\nbytes sent\nFLOPs\nlive memory", wide=1.5, tall=1.6, colour=PALE_BLUE)
     _arrow(ax, (8.37, 2.0), (8.87, 2.0))
     _box(ax, (9.5, 2.0), "tables,\npictures,\nreplay", wide=1.2, tall=1.2, colour="white")
     return style.finished(figure, "One function, three ways to run it, one account")
@@ -45,10 +49,10 @@ def one_matrix() -> Figure:
     """Forward multiplies X and W and keeps X; backward multiplies dY with each of them."""
     figure, ax = _blank(height=2.3, right=10.2, top=3.7)
     _box(ax, (0.8, 2.9), "X", wide=0.9, colour=SKY)
-    _box(ax, (4.2, 2.9), "Y = X W\n2 FLOPs per weight and token", wide=3.2, colour=_PALE_BLUE)
+    _box(ax, (4.2, 2.9), "Y = X W\n2 FLOPs per weight and token", wide=3.2, colour=PALE_BLUE)
     _box(ax, (9.2, 2.9), "loss", wide=1.1, colour="white")
-    _box(ax, (6.2, 0.7), "dX = dY Wᵀ\n2 FLOPs per weight and token", wide=3.2, colour=_PALE_BLUE)
-    _box(ax, (2.4, 0.7), "dW = Xᵀ dY\n2 FLOPs per weight and token", wide=3.2, colour=_PALE_BLUE)
+    _box(ax, (6.2, 0.7), "dX = dY Wᵀ\n2 FLOPs per weight and token", wide=3.2, colour=PALE_BLUE)
+    _box(ax, (2.4, 0.7), "dW = Xᵀ dY\n2 FLOPs per weight and token", wide=3.2, colour=PALE_BLUE)
     _arrow(ax, (1.27, 2.9), (2.57, 2.9))
     _arrow(ax, (5.83, 2.9), (8.62, 2.9))
     _arrow(ax, (9.2, 2.46), (7.85, 0.9), ORANGE)
@@ -56,9 +60,8 @@ def one_matrix() -> Figure:
     _arrow(ax, (0.8, 2.46), (1.2, 1.17), SKY)
     ax.text(1.15, 1.7, "X is kept: an activation", fontsize=8, color=BLUE)
     ax.text(8.55, 1.45, "dY", fontsize=9, color=BLACK)
-    return style.finished(
-        figure, "One matrix, one step: three products of equal size; X is kept for backward"
-    )
+    title = "One matrix, one step: three products of equal size; X is kept for backward"
+    return style.finished(figure, title)
 
 
 @style.styled
@@ -72,7 +75,7 @@ def node(machine) -> Figure:
     for i, x in enumerate(places):
         ax.plot([x, x], [2.75, 3.34], color=BLUE, linewidth=9, solid_capstyle="butt", zorder=0)
         ax.plot([x, x], [0.76, 1.95], color=ORANGE, linewidth=1, zorder=0)
-        _box(ax, (x, 2.35), f"GPU {i}", wide=0.95, tall=0.8, colour=_PALE_BLUE)
+        _box(ax, (x, 2.35), f"GPU {i}", wide=0.95, tall=0.8, colour=PALE_BLUE)
         _box(ax, (x, 1.35), "card", wide=0.7, tall=0.45, colour="white")
     inside, outside = machine.intra_bytes_per_s / 1e9, machine.inter_bytes_per_s / 1e9
     title = f"A node: {inside:.0f} GB/s per GPU inside, {outside:.0f} GB/s to other nodes; widths to scale"
@@ -83,9 +86,8 @@ def node(machine) -> Figure:
 def ring_and_trees(first: Sequence[int | None], second: Sequence[int | None]) -> Figure:
     """Ranks as a ring, then as two trees given by parents; a rank that has children is filled."""
     n = len(first)
-    figure, axes = style.panels(
-        (f"ring: {2 * (n - 1)} steps", "tree 1: half of the tensor", "tree 2: the other half"), height=2.9
-    )
+    names = f"ring: {2 * (n - 1)} steps", "tree 1: half of the tensor", "tree 2: the other half"
+    figure, axes = style.panels(names, height=2.9)
     turn = [(0.9 * sin(2 * pi * r / n), 0.9 * cos(2 * pi * r / n)) for r in range(n)]
     arrows = [(r, (r + 1) % n) for r in range(n)]
     _ranks(axes[0], turn, arrows, filled=set(range(n)))

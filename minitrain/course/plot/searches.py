@@ -29,8 +29,6 @@ def race(rows: Sequence, *, title: str) -> Figure:
     ax.set(xscale="log", xlim=(left, right), xlabel="priced, as a share of its own space")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
     ax.xaxis.set_minor_locator(NullLocator())
-    ax.grid(axis="y", visible=False)
     said = ", ".join(f"{row.name} {row.share:.1%}" for row in rows)
-    return style.described(
-        style.finished(figure, title), f"Share of its space that each search priced: {said}."
-    )
+    figure.alt = f"Share of its space that each search priced: {said}."
+    return style.finished(figure, title)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Polygon, Rectangle
+from matplotlib.patches import Polygon, Rectangle
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLUE, CYCLE, ORANGE, PALE
@@ -15,16 +15,15 @@ def _colour(rank: int) -> str:
     return CYCLE[rank % len(CYCLE)]
 
 
-def _ranks(ranks: int, what: str = "rank {}") -> list[Patch]:
-    return [Patch(facecolor=_colour(rank), label=what.format(rank)) for rank in range(ranks)]
+def _ranks(ranks: int, what: str = "rank {}") -> dict[str, str]:
+    return {what.format(rank): _colour(rank) for rank in range(ranks)}
 
 
 @style.styled
 def rings_and_heads(ranks: int = 4) -> Figure:
     """Left, the ring: queries stay in their row, blocks of keys move on. Right, the all-to-all: tokens for
     heads."""
-    figure, panels = style.grid_of_panels(1, 3, height=3.3)
-    ring, before, after = panels
+    figure, (ring, before, after) = style.grid_of_panels(1, 3, height=3.3)
     style.square_cells(ring, ranks, ranks)
     for rank in range(ranks):
         for step in range(ranks):
@@ -43,9 +42,8 @@ def rings_and_heads(ranks: int = 4) -> Figure:
         ax.set_xticks(range(ranks), range(ranks))
         ax.set_xlabel("quarter of the tokens" if ranks == 4 else "part of the tokens", fontsize=8)
     before.set_yticks(range(ranks), [f"head {head}" for head in range(ranks)])
-    style.title_above(figure, "Two ways for a query to meet all keys; a colour is a rank")
-    style.legend_below(figure, _ranks(ranks))
-    return figure
+    title = "Two ways for a query to meet all keys; a colour is a rank"
+    return style.finished(figure, title, _ranks(ranks))
 
 
 @style.styled
@@ -92,15 +90,12 @@ def ring_strip(layouts: Mapping[str, Callable], ranks: int, length: int) -> Figu
 
 def _frames(ax, ranks: int, size: int) -> None:
     """An empty square of scores for each rank's queries and each rank's keys."""
-    ax.set_axis_on()
+    style.square_cells(ax, ranks, ranks)
     for place in ((owner * size, rank * size) for rank in range(ranks) for owner in range(ranks)):
         ax.add_patch(Rectangle(place, size, size, facecolor="white", edgecolor="#CCCCCC", linewidth=0.6))
     length = ranks * size
-    ax.set(xlim=(-0.2, length + 0.2), ylim=(length + 0.2, -0.2), aspect="equal")
+    ax.set(xlim=(-0.2, length + 0.2), ylim=(length + 0.2, -0.2))
     ax.set_xticks([size * (rank + 0.5) for rank in range(ranks)], range(ranks))
-    ax.tick_params(length=0, labelsize=7)
-    ax.spines[:].set_visible(False)
-    ax.grid(visible=False)
 
 
 def _tile(ax, tile, top: int, left: int, colour: str) -> None:
@@ -126,8 +121,7 @@ def rounds(schedules: Mapping[str, Sequence]) -> Figure:
         ax.set_xlabel("rank", fontsize=8)
         ax.set_title(f"{name}: {len(schedule)} rounds", fontsize=9)
     meaning = {"own queries": BLUE, "queries of a later rank": ORANGE, "idle": PALE}
-    handles = [Patch(facecolor=colour, label=label) for label, colour in meaning.items()]
-    return style.finished(figure, "Who computes which tile (queries of rank, keys of rank)", handles)
+    return style.finished(figure, "Who computes which tile (queries of rank, keys of rank)", meaning)
 
 
 @style.styled

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Patch, Rectangle
+from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from minitrain.course.plot import style
 
@@ -26,37 +25,25 @@ def two_levels(shards: Mapping[str, Sequence[Sequence[int]]], *, elements: int, 
         for place in range(per_node):
             x, rank = left + 0.1 + 1.25 * place, node * per_node + place
             ax.text(x + 0.5, 0.05, f"rank {rank}", fontsize=8, ha="center", va="center")
-            for row, pieces in enumerate(shards.values()):
-                _bar(ax, x, 0.3 + 0.6 * row, pieces[rank], elements)
+            for (row, pieces), element in product(enumerate(shards.values()), range(elements)):
+                face = style.BLUE if element in pieces[rank] else "white"
+                place = (x + element / elements, 0.3 + 0.6 * row), 1 / elements, 0.3
+                ax.add_patch(Rectangle(*place, facecolor=face, edgecolor="#CCCCCC", linewidth=0.6))
         link_y = len(shards) * 0.6 + 0.38
         ax.plot([left + 0.6, left + 1.85], [link_y] * 2, color=style.GREEN, linewidth=4)
-    across = ax.annotate(
-        "", (per_node * 1.25 + 0.72, 0.9), (per_node * 1.25, 0.9), arrowprops={"arrowstyle": "<->"}
-    )
-    across.arrow_patch.set_color(style.VERMILLION)
+    ends, arrow = [(per_node * 1.25 + right, 0.9) for right in (0.72, 0)], {"arrowstyle": "<->"}
+    ax.annotate("", *ends, arrowprops=arrow).arrow_patch.set_color(style.VERMILLION)
     for row, letter in enumerate(shards):
         ax.text(-0.15, 0.45 + 0.6 * row, LETTERS[letter], ha="right", va="center", fontsize=8)
     ax.set(xlim=(-1.6, 2 * per_node * 1.25 + 0.75), ylim=(len(shards) * 0.6 + 0.7, -0.5))
     ax.set_axis_off()
-    legend = [
-        Patch(facecolor=style.BLUE, label="held"),
-        Patch(facecolor=style.GREEN, label="fast links"),
-        Patch(facecolor=style.VERMILLION, label="slow links, shared by the ranks of a node"),
-    ]
-    return style.finished(figure, title, legend)
-
-
-def _bar(ax: Axes, x: float, y: float, mine: Sequence[int], elements: int) -> None:
-    for element in range(elements):
-        face = style.BLUE if element in mine else "white"
-        edge = {"edgecolor": "#CCCCCC", "linewidth": 0.6}
-        ax.add_patch(Rectangle((x + element / elements, y), 1 / elements, 0.3, facecolor=face, **edge))
+    meaning = {"held": style.BLUE, "fast links": style.GREEN}
+    meaning["slow links, shared by the ranks of a node"] = style.VERMILLION
+    return style.finished(figure, title, meaning)
 
 
 @style.styled
-def who_holds_what(
-    names: Mapping[str, str], has: Callable, *, ranks: int, elements: int, title: str
-) -> Figure:
+def who_holds_what(names: Mapping, has: Callable, *, ranks: int, elements: int, title: str) -> Figure:
     """{word: name}: a panel each, a row per state and rank; `has(letter, rank, elements)` is coloured."""
     across = 3
     down = -(-len(names) // across)
@@ -86,8 +73,8 @@ def all_choices(valid: Sequence[str], *, title: str) -> Figure:
         ax.set_title(f"parameters {p}", fontsize=8)
         ax.set_yticks(range(3), [f"gradients {g}" for g in "NIG"] if p == "N" else [])
         ax.set_xticks(range(3), [f"opt. {o}" for o in "NIG"])
-    green = Patch(facecolor=style.GREEN, label="no state is cut finer than the next")
-    return style.finished(figure, title, [green, Patch(facecolor=style.PALE, label="breaks the rule")])
+    meaning = {"no state is cut finer than the next": style.GREEN, "breaks the rule": style.PALE}
+    return style.finished(figure, title, meaning)
 
 
 @style.styled

@@ -21,7 +21,7 @@ from PIL import Image
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
-GREY, PALE = "#999999", "#E8E8E8"
+GREY, PALE, PALE_BLUE = "#999999", "#E8E8E8", "#DCEBF5"
 _WORK = {"forward": SKY, "backward": BLUE, "optimizer": GREEN, "compute": GREY}
 _TRANSFERS = {"communication": ORANGE, "exposed communication": VERMILLION, "wait": PALE}
 _STATE = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
@@ -105,6 +105,12 @@ def panels(names: Iterable[str], height: float) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
+def stacked(panels: int, height: float, ratios: Sequence[float] | None = None) -> tuple[Figure, list[Axes]]:
+    """One below the other, to one scale to the right."""
+    figure = Picture(figsize=(WIDTH, height))
+    return figure, list(figure.subplots(panels, squeeze=False, sharex=True, height_ratios=ratios)[:, 0])
+
+
 def grid_of_panels(down: int, across: int, height: float) -> tuple[Figure, list[Axes]]:
     """Panels of square cells, pushed together; the caller draws on the first ones, the others stay empty."""
     figure = Picture(figsize=(WIDTH, height), layout="compressed")
@@ -112,10 +118,6 @@ def grid_of_panels(down: int, across: int, height: float) -> tuple[Figure, list[
     for panel in panels:
         panel.set_axis_off()
     return figure, panels
-
-
-def title_above(figure: Figure, text: str) -> None:
-    figure.suptitle("\n".join(textwrap.fill(line, 84) for line in text.splitlines()), x=0.01, ha="left")
 
 
 def legend_below(figure: Figure, handles: Sequence) -> None:
@@ -134,12 +136,16 @@ def legend_below(figure: Figure, handles: Sequence) -> None:
     figure.legend(list(handles), labels, handler_map=beside, **place)
 
 
-def finished(figure: Figure, title: str, handles: Sequence = ()) -> Figure:
-    """With its title above and its legend below, if it has them."""
+def patches(colours: Mapping[str, str]) -> list[Patch]:
+    return [Patch(facecolor=colour, label=label) for label, colour in colours.items()]
+
+
+def finished(figure: Figure, title: str, handles: Sequence | Mapping[str, str] = ()) -> Figure:
+    """With its title above and its legend below, if it has them: handles, or {label: colour}."""
     if title:
-        title_above(figure, title)
+        figure.suptitle("\n".join(textwrap.fill(line, 84) for line in title.splitlines()), x=0.01, ha="left")
     if handles:
-        legend_below(figure, handles)
+        legend_below(figure, patches(handles) if isinstance(handles, Mapping) else handles)
     return figure
 
 
@@ -161,7 +167,8 @@ def stack_of_kinds(
 
 
 def row_labels(ax: Axes, labels: Sequence[str], top: float = -0.5, bottom: float = 0.5) -> None:
-    """A label per row, the first row at the top; `top` and `bottom` are the room above and below."""
+    """A label per row in place of grid lines, the first row at the top; `top`, `bottom`: the room around."""
+    ax.grid(axis="y", visible=False)
     ax.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - bottom, top))
 
 

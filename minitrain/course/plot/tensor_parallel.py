@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from minitrain.course.plot import style
@@ -12,8 +12,7 @@ from minitrain.course.plot import style
 WHOLE, COLUMNS, TOKENS = "#BBBBBB", style.SKY, style.GREEN
 FIRST_HALF = ["x", "norm", "f", "q, k, v", "core", "g", "Σ out", "dropout,\n+ x"]
 SECOND_HALF = ["x", "norm", "f", "up", "GELU", "g", "Σ down", "dropout,\n+ x"]
-MEANING = {WHOLE: "all tokens and features, the same on all ranks", COLUMNS: "this rank's features"}
-MEANING |= {TOKENS: "this rank's tokens"}
+MEANING = {WHOLE: "all tokens and features, the same on all ranks", TOKENS: "this rank's tokens"}
 
 
 @style.styled
@@ -42,8 +41,11 @@ def columns_then_rows(*, ranks: int, title: str) -> Figure:
         x += wide + 0.65
     ax.set(xlim=(-0.1, x - 0.4), ylim=(2.1, -0.5), aspect="equal")
     ax.set_axis_off()
-    legend = [Patch(facecolor=style.CYCLE[rank], label=f"rank {rank}") for rank in range(ranks)]
-    return style.finished(figure, title, [*legend, Patch(facecolor=WHOLE, label="the same on all ranks")])
+    return style.finished(figure, title, _ranks(ranks) | {"the same on all ranks": WHOLE})
+
+
+def _ranks(ranks: int) -> dict[str, str]:
+    return {f"rank {rank}": style.CYCLE[rank] for rank in range(ranks)}
 
 
 @style.styled
@@ -65,8 +67,7 @@ def slices(ranks: Sequence[Mapping[str, Sequence[int]]], *, width: int, title: s
     ax.set_axis_off()
     ax.text(2.45, 1.5, "attention: whole heads", ha="center", fontsize=8)
     ax.text(7.3, 1.5, "MLP: hidden units", ha="center", fontsize=8)
-    legend = [Patch(facecolor=style.CYCLE[r], label=f"rank {r}") for r in range(len(ranks))]
-    return style.finished(figure, title, legend)
+    return style.finished(figure, title, _ranks(len(ranks)))
 
 
 @style.styled
@@ -91,8 +92,7 @@ def flow(f: tuple[str, str], g: tuple[str, str], *, tokens: float, title: str) -
             x += max(wide, 0.75) + 0.3
     ax.set(xlim=(-0.2, 10.75), ylim=(3.85, -0.6))
     ax.set_axis_off()
-    legend = [Patch(facecolor=colour, label=MEANING[colour]) for colour in (outside, COLUMNS)]
-    return style.finished(figure, title, legend)
+    return style.finished(figure, title, {MEANING[outside]: outside, "this rank's features": COLUMNS})
 
 
 def _exchange(ax: Axes, x: float, y: float, name: str, forward: str, backward: str) -> None:

@@ -23,7 +23,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -33,9 +33,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minitrain.checkpoint.disk import Disk, new_file
-from minitrain.checkpoint.format import DTYPES, Damaged, bytes_of, framed
-from minitrain.model.config import ExpertsConfig, GPTConfig
+from minitrain.checkpoint.format import DTYPES, Damaged, File, bytes_of, framed, write_file
+from minitrain.checkpoint.load import Saved
+from minitrain.checkpoint.store import Store, file_name
+from minitrain.model.config import ExpertsConfig, GPTConfig, plain_values
 from minitrain.model.gpt import GPT
+from minitrain.ranks.pieces import whole_piece
 
 TABLE = Path(__file__).with_name("hugging_face.tsv")
 KINDS = {"llama": "Llama", "gpt2": "GPT-2", "mixtral": "Mixtral", "deepseek_v3": "DeepSeek-V3"}
@@ -314,3 +317,53 @@ def write_tensors(path: Path, shapes: Mapping[str, tuple], tensors: Iterable[tup
         for name, value in tensors:
             disk.write(file, len(text) + header[name]["data_offsets"][0], bytes_of(value))
     return len(text) + offset
+
+
+# ---- checkpoints of ours ---------------------------------------------------------------------------------
+
+
+class Weights:
+    """The parameters of a checkpoint, whole, each read when asked for; a tied head under its own name."""
+
+    def __init__(self, saved: Saved, config: GPTConfig):
+        self.saved, start = saved, "parameters/"
+        self.entries = {n.removeprefix(start): e[0] for n, e in saved.entries.items() if n.startswith(start)}
+        if config.tied:
+            self.entries[f"layers.{config.num_layers + 1}.out.weight"] = self.entries["layers.0.tokens"]
+
+    def empty(self, name: str, device: str) -> Tensor:
+        return torch.empty(self.entries[name].whole, dtype=self.entries[name].dtype, device=device)
+
+    def shapes(self) -> dict[str, Tensor]:
+        return {name: self.empty(name, "meta") for name in self.entries}
+
+    def __getitem__(self, name: str) -> Tensor:
+        piece = whole_piece(self.entries[name].name, self.empty(name, "cpu"))
+        self.saved.fill(piece)
+        self.saved.finish()  # what is damaged is said here
+        return piece.values
+
+
+def export_weights(files: Sequence[File], config: GPTConfig, folder: Path) -> int:
+    """config.json and model.safetensors of a checkpoint in `files`; returns the bytes of the latter."""
+    weights = Weights(Saved(files), config)
+    shapes = {name: (x.dtype, tuple(x.shape)) for name, x in outgoing(weights.shapes(), config)}
+    (dtype, _), *_ = shapes.values()
+    settings = settings_of(config, family_of(config)) | {"dtype": str(dtype).removeprefix("torch.")}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return write_tensors(folder / "model.safetensors", shapes, outgoing(weights, config))
+
+
+def import_weights(folder: Path, target: Path) -> int:
+    """A checkpoint of step 0 with parameters alone; returns the bytes of its file."""
+    config = config_of(json.loads((folder / "config.json").read_text()))
+    head = f"layers.{config.num_layers + 1}.out.weight"  # if it is tied, the table of tokens
+    theirs = ((n, x) for n, x in incoming(Tensors(folder), config) if not (config.tied and n == head))
+    pieces = (whole_piece(f"parameters/{name}", x) for name, x in theirs)
+    store = Store(target)
+    written = write_file(store.disk, store.begin(0) / file_name(0), pieces, {"numbers": {}})
+    plain = dict(identity=plain_values(config), strategy={}, position={"step": 0}, records=[])
+    store.commit(0, [written], plain)
+    store.unlock()
+    return written.size

@@ -37,10 +37,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minitrain.data_parallel.sync import Sync
 from minitrain.memory.host_optimizer import of_one, updated
 from minitrain.memory.pools import Transfer
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.ranks.collectives import announce_host
+from minitrain.ranks.collectives import announce_host, world
 from minitrain.systems.memory.window import forward_backward
 
 BLOCK = 4096
@@ -347,6 +348,20 @@ class FileOptimizer:
             self.store.write(f"{piece.name}.{name}", state[name].detach())
         self._tensors[piece.name] = tensors
         self._numbers[piece.name] = {name: value for name, value in state.items() if name not in tensors}
+
+
+def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> FileStore | None:
+    """After `parallelize`: states of the optimizer go to files, each rank's own, of what it updates.
+    A folder is of a machine and no part of a strategy; a checkpoint goes on with or without. Host memory:
+    nine buffers of a piece. None where nothing is updated."""
+    optimizer = sync.optimizer
+    if optimizer is None:
+        return None
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sizes = [4 * max(1, param.itemsize // 4) * piece_of(param, piece) for param in params]
+    store = FileStore(folder, world().rank(), buffer_bytes=max(sizes), buffers=9)
+    sync.optimizer = FileOptimizer(optimizer, store, piece)
+    return store
 
 
 class FiledLayers:

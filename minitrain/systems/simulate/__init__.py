@@ -10,5 +10,7 @@ swaps            whose copies meet; parameters and states on devices, hosts and 
 storage          feeding accelerators from slow disks
 traffic_matrix   who sends how much to whom, on a mesh in any order of its axes
 failures         a job with failures and saves
+crash_model      every state of the disk that a power cut may leave of a save
+crashes          a disk on which its process dies; what such crashes leave; a copy that is held up
 checkpoint_pipeline   a save beside training
 """

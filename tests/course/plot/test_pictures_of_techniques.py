@@ -15,7 +15,7 @@ from minitrain.course.plot import (
     cuts,
     data_parallel,
     grids,
-    pipeline_blocks,
+    pipeline_charts,
     recompute_charts,
     schematics,
     sequence_charts,
@@ -114,8 +114,8 @@ PICTURES = {
     "curves": lambda: grids.against_ranks(
         {"1-D": {4: 1.0, 8: 2.0}, "2-D": {4: 0.0, 16: 3.0}}, title="x", ylabel="y", bound={4: 1.0, 16: 0.5}
     ),
-    "blocks": lambda: pipeline_blocks.building_blocks(blocks(4), title="three blocks"),
-    "memory bought": lambda: pipeline_blocks.memory_bought(
+    "blocks": lambda: pipeline_charts.building_blocks(blocks(4), title="three blocks"),
+    "memory bought": lambda: pipeline_charts.memory_bought(
         [2, 3, 4], {"list scheduler": [0.5, 0.2, 0.1]}, {"1F1B": (4, 0.25), "ZB-H1": (4, 0.08)}, title="x"
     ),
     "plans": lambda: recompute_charts.plan({"keep all": every(6, 6), "revolve": revolve(6, 2)}, title="six"),
@@ -202,8 +202,8 @@ def test_a_block_in_a_frame_is_the_ranks_own_and_arrows_say_which_matrix_travels
 
 @pytest.mark.parametrize("p", [3, 4, 6])
 def test_building_blocks_stand_where_they_say_and_every_rank_holds_alike(p):
-    (ax,) = pipeline_blocks.building_blocks({"V-Min": blocks(p)["v_min"]}, title="one").axes
-    forward = to_rgba(pipeline_blocks.FORWARD)
+    (ax,) = pipeline_charts.building_blocks({"V-Min": blocks(p)["v_min"]}, title="one").axes
+    forward = to_rgba(pipeline_charts.FORWARD)
     drawn = {patch.get_xy() for patch in ax.patches if patch.get_facecolor() == forward}
     assert drawn == {(at, r - 0.3) for r in range(p) for at in blocks(p)["v_min"][r][:1]} | {
         (at, r - 0.3) for r in range(p) for at in blocks(p)["v_min"][r][1:2]
@@ -293,7 +293,7 @@ def test_the_table_of_cuts_ends_in_the_best_one(stages):
 @pytest.mark.parametrize(
     "draw, said",
     [
-        (lambda: pipeline_blocks.building_blocks({"V": [(0, 1, 2, 3)] * 9}, title=""), "2 to 8 ranks"),
+        (lambda: pipeline_charts.building_blocks({"V": [(0, 1, 2, 3)] * 9}, title=""), "2 to 8 ranks"),
         (lambda: recompute_charts.plan({"nothing": ()}, title=""), "give plans of one action or more"),
         (lambda: cuts.table([1] * 13, 3, title=""), "use 2 to 12 layers"),
     ],

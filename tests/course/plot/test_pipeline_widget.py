@@ -108,7 +108,7 @@ def test_the_svg_has_a_box_for_every_action_in_the_colours_of_the_picture():
     for path in tree.iter(f"{at}path"):
         if fill := path.get("fill"):
             boxes[fill] = boxes.get(fill, 0) + path.get("d").count("M")
-    shades = plot_pipeline.shades_of(runs, 100.0)
+    shades = plot_pipeline.shades_of(runs)
     assert boxes == {
         colour: 64 if first else 32
         for colours in shades.values()

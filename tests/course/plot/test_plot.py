@@ -7,10 +7,8 @@ from fractions import Fraction
 import matplotlib
 import pytest
 
-from minitrain.course.plot import balance_charts as plot_balance
 from minitrain.course.plot import charts as plot
 from minitrain.course.plot import expert_charts as plot_experts
-from minitrain.course.plot import low_bits as plot_low_bits
 from minitrain.course.plot import pipeline_charts as plot_pipeline
 from minitrain.course.plot import precision as plot_precision
 from minitrain.course.plot import style
@@ -99,11 +97,11 @@ PICTURES = {
     "message_lanes": lambda: plot.message_lanes(
         [(0, 1, 0, 1, "3"), (1, 0, 0, 1), (1, 2, 2, 4, "activations")], ranks=3, title=LONG
     ),
-    "expert_loads": lambda: plot_balance.expert_loads(
+    "expert_loads": lambda: plot_experts.expert_loads(
         {"layer 1": LOADS, "layer 2": LOADS[::-1]}, top_k=2, title=LONG
     ),
-    "placements": lambda: plot_balance.placements(PLACED, title=LONG),
-    "pairs": lambda: plot_balance.pairs({"in turns": PAIR}, dict(across="a", inside="b"), title=LONG),
+    "placements": lambda: plot_experts.placements(PLACED, title=LONG),
+    "pairs": lambda: plot_experts.pairs({"in turns": PAIR}, dict(across="a", inside="b"), title=LONG),
     "flow": lambda: plot_experts.flow(
         [[3, 0, 1], [4, 0, 0]], ["rank 0", "rank 1"], ["a", "b", "c"], owners=[0, 0, 1], title=LONG
     ),
@@ -116,10 +114,10 @@ PICTURES = {
         100,
         title=LONG,
     ),
-    "sharing": lambda: plot_low_bits.sharing(
+    "sharing": lambda: plot_precision.sharing(
         (4, 8), {"tensor": (0, 0), "token": (1, 0), "1 x 4": (1, 4)}, [(1, 2), (2, 7)], title=LONG
     ),
-    "code_shares": lambda: plot_low_bits.code_shares(
+    "code_shares": lambda: plot_precision.code_shares(
         {"as it is": {-1: 0.25, 0: 0.75}, "turned": {-1: 0.5, 0: 0.5 - 1e-3, 1: 1e-3}}, title=LONG
     ),
     "number_lines": lambda: plot_precision.number_lines(
@@ -151,7 +149,7 @@ PICTURES = {
         simulate(one_f_one_b(4, 1), Costs(B=2)), title=LONG
     ),
     "pipeline, in flight": lambda: plot_pipeline.in_flight(
-        PIPELINES[0], [in_flight(PIPELINES[0].schedule, r) for r in range(4)], title=LONG, limit=4
+        PIPELINES[0], [in_flight(PIPELINES[0].schedule, r) for r in range(4)], title=LONG
     ),
 }
 
@@ -209,10 +207,10 @@ def test_rank_grid_colours_groups():
 
 
 def test_loads_are_shares_of_tokens_and_placements_pile_up_to_the_rows_of_a_rank():
-    figure = plot_balance.expert_loads({"run": LOADS}, top_k=2, title="")
+    figure = plot_experts.expert_loads({"run": LOADS}, top_k=2, title="")
     shares = figure.axes[0].images[0].get_array()  # [experts, steps]
     assert shares.T.tolist() == [[1, 1, 0, 0], [1, 0.5, 0.5, 0], [0.5] * 4]
-    before, after = plot_balance.placements(PLACED, title="").axes
+    before, after = plot_experts.placements(PLACED, title="").axes
     for ax, rows in ((before, [120, 40]), (after, [75, 85])):
         bars = lambda x: (bar for bar in ax.patches if bar.get_x() == x)
         tops = [max(bar.get_y() + bar.get_height() for bar in bars(x)) for x in (-0.4, 0.6)]

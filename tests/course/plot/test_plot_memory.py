@@ -44,7 +44,7 @@ def roofs(shares=21):
 PICTURES = {
     "links": lambda: memory_charts.links(TMOF, kinds={"F": "forward"}, title=LONG),
     "beside": lambda: memory_charts.side_by_side(
-        {"plain": filling(3e9), "recomputed": filling(6e8)}, limit=(2e9, "the device has 2 GB"), title=LONG
+        {"plain": filling(3e9), "recomputed": filling(6e8)}, title=LONG
     ),
     "pareto": lambda: memory_charts.pareto(POINTS, title=LONG),
     "crowded": lambda: memory_charts.pareto(POINTS, title=LONG, chosen="selective", crowded=True),
@@ -86,7 +86,6 @@ def test_runs_are_beside_each_other_to_one_scale_with_their_peaks():
     plain, recomputed = PICTURES["beside"]().axes
     assert plain.get_ylim() == recomputed.get_ylim()
     assert [text.get_text() for text in (*plain.texts, *recomputed.texts)] == ["peak 3.4 GB", "peak 1 GB"]
-    assert {tuple(line.get_ydata()) for ax in (plain, recomputed) for line in ax.lines[1:]} == {(2, 2)}
     assert [patch.get_label() for patch in plain.collections] == ["parameters", "gradients", "activations"]
     with pytest.raises(ValueError, match="0 runs"):
         memory_charts.side_by_side({}, title="")

@@ -9,7 +9,6 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
-from minitrain.compose.passes import update_in_files
 from minitrain.data_parallel import states
 from minitrain.data_parallel.zero1 import Zero1
 from minitrain.data_parallel.zero3 import Zero3
@@ -18,7 +17,7 @@ from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.memory.files import BLOCK, FileOptimizer, FileStore
+from minitrain.systems.memory.files import BLOCK, FileOptimizer, FileStore, update_in_files
 from tests.parallel import Problem, difference, one_process, run_steps, small, train_sharded
 from tests.systems.memory.test_file_layers import reads
 from tests.systems.memory.test_files import flip, full_after, path_of

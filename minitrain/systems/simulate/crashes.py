@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minitrain.checkpoint.disk import Disk
-from minitrain.course.crash_model import Model, Tree
+from minitrain.systems.simulate.crash_model import Model, Tree
 
 PATIENCE_S = 60
 

@@ -9,10 +9,10 @@ import torch
 from minitrain import launch
 from minitrain.checkpoint.disk import new_file
 from minitrain.checkpoint.snapshot import Snapshot
-from minitrain.course import crashes
-from minitrain.course.crash_model import Model, Recorder, read_tree
 from minitrain.ranks.launch.report import RankError
 from minitrain.ranks.pieces import whole_piece
+from minitrain.systems.simulate import crashes
+from minitrain.systems.simulate.crash_model import Model, Recorder, read_tree
 
 
 def write(folder, disk, text=b"new" * 400):
