@@ -293,9 +293,8 @@ class Placed(NamedTuple):
         def pieces(causal: bool) -> Iterator[tuple[Kernel, tuple, tuple]]:
             for row, *at in self.documents.cut(queries, keys, causal):
                 mask = self.mask and self.mask._replace(first_row=self.mask.first_row + row)
-                where = lambda device, at=at: tuple(
-                    positions_of(runs, device)[part] for runs, part in zip((queries, keys), at)
-                )
+                both = list(zip((queries, keys), at))
+                where = lambda device, both=both: tuple(positions_of(r, device)[part] for r, part in both)
                 yield self._replace(mask=mask).at(where), *((slice(row, row + 1), slice(None), x) for x in at)
 
         def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -325,10 +325,6 @@ def is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def is_empty(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and all(map(is_text, node.body))
-
-
 # ---- what is reached -------------------------------------------------------------------------------------
 
 
@@ -417,7 +413,8 @@ class Lifting:
         called = called.union(*(methods for whole, methods in self.methods.items() if one in bases(whole)))
         called = called.union(*(CALLED.get(base, ()) for base in others))
         for node in cls.body:
-            public = (asked or bool(others - CALLED.keys())) and not is_empty(node)
+            empty = isinstance(node, ast.FunctionDef) and all(map(is_text, node.body))
+            public = (asked or bool(others - CALLED.keys())) and not empty
             needed = [
                 name in called or name.startswith("__") or public and not name.startswith("_")
                 for name in stored([node])

@@ -7,9 +7,9 @@ from typer import Argument, Option, echo
 
 from minitrain.cli.lift import ROOT, lift
 
-TECHNIQUES = (
-    "data_parallel tensor_parallel context pipeline moe precision memory checkpoint attention".split()
-)
+TECHNIQUES = ["data_parallel", "tensor_parallel", "context", "pipeline", "moe", "precision", "memory"]
+TECHNIQUES += ["checkpoint", "attention"]
+LISTED = "what can be lifted, with its lines, blank ones aside; names are words then"
 ROOMS = [*TECHNIQUES, "model", "systems"]
 
 
@@ -18,10 +18,7 @@ def lift_command(
         list[str] | None, Argument(help="such as data_parallel.zero1:Zero1, several in one file")
     ] = None,
     with_checks: Annotated[bool, Option(help="keep what says that arguments are wrong")] = False,
-    listed: Annotated[
-        bool,
-        Option("--list", help="what can be lifted, with its lines, blank ones aside; names are words then"),
-    ] = False,
+    listed: Annotated[bool, Option("--list", help=LISTED)] = False,
 ) -> None:
     """Write a part of minitrain to the screen as one file, to be used anywhere that has torch (the head says
     if it needs more).

@@ -209,7 +209,3 @@ def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all t
         if row.differs != "-":
             echo(textwrap.indent(textwrap.fill(f"differs: {row.differs}", 70), " " * 10))
     echo(f"{len(found)} system{'s' * (len(found) != 1)}" + (f"; {near(wish)}" if not found else ""))
-
-
-if __name__ == "__main__":
-    main()

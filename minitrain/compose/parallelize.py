@@ -205,15 +205,13 @@ def check_cuts(cuts: list[range], num_layers: int, schedule: Schedule) -> None:
 
 
 def make_groups(build: Build) -> None:
-    strategy, pairs = build.strategy, None
-    build.mesh = Mesh(**strategy.axes)
+    build.mesh = Mesh(**build.strategy.axes)
     if not (build.config and build.config.experts):
         return
-    build.experts = ExpertGroups(strategy, build.mesh)
-    if strategy.hides_transfers(build.schedule):
-        pairs = Halves()
-        build.runner_hooks.append(pairs)
-    build.model_hooks = build.experts.hooks(build.config, pairs)
+    build.experts = ExpertGroups(build.strategy, build.mesh)
+    pairs = [Halves()] if build.strategy.hides_transfers(build.schedule) else []
+    build.runner_hooks += pairs
+    build.model_hooks = build.experts.hooks(build.config, pairs[0] if pairs else None)
 
 
 def build_layers(build: Build) -> None:

@@ -195,8 +195,7 @@ class Trainer:
             try:
                 manifest, files = self.store.open(step)
                 changed = check_identity(self.store.path(step), manifest, self.identity(), self.data)
-                saved = Saved(files, broadcast)
-                lost = self.parallel.load_pieces(saved)
+                lost = self.parallel.load_pieces(Saved(files, broadcast))
             except Damaged as error:
                 said += f"{error}; passed over. "
                 if self.rank == 0:

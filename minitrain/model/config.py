@@ -195,9 +195,8 @@ class GPTConfig(Settings):
             ("num_kv_heads", f"None or {heads}", kv_heads == heads),
         ):
             if latent and not fits:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)!r}; with kv_latent {latent} (MLA) use {wanted}"
-                )
+                given = f"{name} = {getattr(self, name)!r}"
+                raise ValueError(f"{given}; with kv_latent {latent} (MLA) use {wanted}")
         if not 0.0 < self.rope_fraction <= 1.0:
             raise ValueError(f"rope_fraction = {self.rope_fraction}; must be in (0, 1]")
         if self.positions == "rope" and self.rotated_dim % 2:

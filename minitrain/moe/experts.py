@@ -221,8 +221,7 @@ def of(which: int | slice, tensors: Sequence[Given]) -> list[Given]:
 
 
 def slices(sizes: list[int]) -> list[slice]:
-    ends = list(accumulate(sizes))
-    return [slice(end - size, end) for end, size in zip(ends, sizes)]
+    return [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes)]
 
 
 def weight_at(weights: Given, here: slice) -> Given:

@@ -256,9 +256,9 @@ def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, elem
 
 
 # ---- bytes of a text, and on the wire --------------------------------------------------------------------
-# ZeRO-3's bytes do not depend on the batch, TP's do: beyond `crossover_tokens` per step, ZeRO-3 sends less.
-# (It then needs that batch on every device, and overlap, or a link fast enough for all of it.) ZeRO,
-# section 7.2; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
+# ZeRO-3's bytes do not depend on the batch, TP's do: beyond 3·P·(n-1)/n / (8·(t-1)/t · h · L) tokens per
+# step, ZeRO-3 sends less. (It then needs that batch on every device, and overlap, or a link fast enough for
+# all of it.) ZeRO, section 7.2; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
 
 
 def token_bytes(vocab: int) -> int:
@@ -284,12 +284,3 @@ def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, e
     require_nonnegative(tokens=tokens, width=width, num_layers=num_layers, element_bytes=element_bytes)
     require_positive_ints(tensor_parallel=tensor_parallel)
     return 8 * (tensor_parallel - 1) / tensor_parallel * tokens * width * element_bytes * num_layers
-
-
-def crossover_tokens(parameters, width: int, num_layers: int, tensor_parallel: int, devices: int) -> float:
-    """Tokens per step at which both send the same: 3·P·(n-1)/n / (8·(t-1)/t · h · L)."""
-    require_positive(parameters=parameters)
-    require_positive_ints(width=width, num_layers=num_layers, devices=devices)
-    require_ints(2, tensor_parallel=tensor_parallel)  # one rank sends nothing
-    per_token = tensor_parallel_bytes_per_step(1, width, num_layers, tensor_parallel)
-    return zero3_bytes_per_step(parameters, devices) / per_token

@@ -83,10 +83,7 @@ COLUMN_AND_ROW = {
     (False, False): (linear.column, linear.row),
     (True, False): (sequence.column, sequence.row),
     (False, True): (chunked.column, chunked.row),
-    (True, True): (
-        partial(ring_overlap.column, dw_by_slice=False),
-        partial(ring_overlap.row, dw_by_slice=False),
-    ),
+    (True, True): [partial(way, dw_by_slice=False) for way in (ring_overlap.column, ring_overlap.row)],
 }
 
 
@@ -106,9 +103,8 @@ def cut_layers(
         if hasattr(layer, "tokens"):
             whole, layer.tokens = layer.tokens, shard(layer.tokens, 0, group, pad=True)
             tables[whole] = layer.tokens
-            layer.hooks.token_rows = partial(
-                vocabulary.lookup, group=group, vocab_size=vocab_size, leave=leave
-            )
+            how = dict(group=group, vocab_size=vocab_size, leave=leave)
+            layer.hooks.token_rows = partial(vocabulary.lookup, **how)
             if sequence_parallel:
                 layer.hooks.position_rows = partial(_local_rows, layer.hooks.position_rows, group)
         elif hasattr(layer, "attention"):

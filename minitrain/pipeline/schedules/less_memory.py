@@ -109,9 +109,7 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
             return "B" if here <= now else ""
         if here <= now + again:
             return "R"
-        if fed:
-            return "F"
-        return "R" if here < inf else ""
+        return "F" if fed else "R" if here < inf else ""
 
     def choose(rank: int, now: Time, ended: dict[Action, Time]) -> Action | None:
         if kind := by_rules(rank, now, ended):

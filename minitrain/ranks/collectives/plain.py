@@ -137,9 +137,8 @@ def _both(xs, likes, to, source, group, pack, async_op):
         ys = [x.clone() for x in xs]
     else:
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in xs]
-        works = dist.batch_isend_irecv(
-            ops + [dist.P2POp(dist.irecv, y, group=group, group_peer=source) for y in ys]
-        )
+        ops += [dist.P2POp(dist.irecv, y, group=group, group_peer=source) for y in ys]
+        works = dist.batch_isend_irecv(ops)
     handle = Handle(works, lambda: pack(ys), *xs)
     return handle if async_op else handle.wait()
 
