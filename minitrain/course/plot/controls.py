@@ -68,7 +68,7 @@ def followed(rows: Sequence[Sequence], picture: Callable[..., Drawn], alt: str =
     def follow() -> Figure | str | None:
         drawn, lines = picture(*([control.value for control in row] for row in rows))
         box.drawn += 1
-        text.value = "<br>".join(map(escape, lines))
+        text.value = "<br>".join(escape(line, quote=False) for line in lines)
         if isinstance(drawn, str):
             image.format, image.value = "svg+xml", drawn.encode()
         elif drawn is not None:
