@@ -47,7 +47,9 @@ def test_what_cannot_be_made_says_why_and_the_last_picture_stays():
     assert "Chimera: " in text.value and "even" in text.value
     before = image.value
     controls(box)["fused F&B (0: the sum)"].value = 3
-    assert "a fused F&amp;B of 3" in text.value and "use 4 or more, or 0" in text.value and image.value == before
+    assert (
+        "a fused F&amp;B of 3" in text.value and "use 4 or more, or 0" in text.value and image.value == before
+    )
     controls(box)["fused F&B (0: the sum)"].value = 0
     for name in ("forward F", "input gradient I", "weight gradient W"):
         controls(box)[name].value = 0
