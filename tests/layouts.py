@@ -254,25 +254,17 @@ def draw_config(chance: random.Random) -> GPTConfig:
     latent = chance.random() < 0.08
     positions = "rope" if latent else chance.choice(("rope", "rope", "learned", "alibi", "none"))
     return GPTConfig(
-        vocab_size=chance.choice((29, 32, 101)),
-        num_heads=heads,
-        d_model=heads * 4,
-        head_dim=4,
+        vocab_size=chance.choice((29, 32, 101)), num_heads=heads, d_model=heads * 4, head_dim=4,
         num_kv_heads=heads if latent else chance.choice({4: (1, 2, 4), 6: (2, 6, 3)}[heads]),
-        num_layers=chance.choice((2, 2, 3, 4)),
-        d_ff=chance.choice((24, 36, 48)),
-        max_positions=48,
-        positions=positions,
-        norm=chance.choice(("rms", "layer")),
+        num_layers=chance.choice((2, 2, 3, 4)), d_ff=chance.choice((24, 36, 48)), max_positions=48,
+        positions=positions, norm=chance.choice(("rms", "layer")),
         activation=chance.choice(("swiglu", "gelu", "geglu")),
-        residual=chance.choice(("pre", "pre", "parallel", "post", "deepnorm")),
-        bias=chance.random() < 0.4,
-        tied=chance.random() < 0.5,
-        embedding_norm=chance.random() < 0.2,
+        residual=chance.choice(("pre", "pre", "parallel", "post", "deepnorm")), bias=chance.random() < 0.4,
+        tied=chance.random() < 0.5, embedding_norm=chance.random() < 0.2,
         dropout=chance.choice((0.0, 0.0, 0.2)),
         experts=draw_experts(chance) if chance.random() < 0.35 else None,
         **(dict(kv_latent=8, rope_head_dim=2) if latent else {}),
-    )
+    )  # fmt: skip
 
 
 def draw_experts(chance: random.Random) -> ExpertsConfig:
@@ -376,7 +368,7 @@ def draw_frozen(chance: random.Random, config: GPTConfig) -> tuple[str, ...]:
             ("layers.0.tokens",),
             (f"layers.{layer}.*",),
             (f"layers.{layer}.mlp.*", "layers.0.*"),
-        )
+        )  # fmt: skip
     )
 
 
@@ -486,14 +478,9 @@ def begin(case: Draw, lent: dict | None = None, device: torch.device | None = No
     torch.manual_seed(1000 + collectives.world().rank())  # ranks seeded apart: nothing may depend on it
     with Ledger() as ledger:
         run = parallelize(
-            case.config,
-            case.strategy,
-            case.make_optimizer,
-            seed=SEED,
-            frozen=case.frozen,
-            loss_fn=LOSSES[case.loss],
-            device=device,
-        )
+            case.config, case.strategy, case.make_optimizer, seed=SEED, frozen=case.frozen,
+            loss_fn=LOSSES[case.loss], device=device,
+        )  # fmt: skip
         if lent:
             run.runner.lent.update(lent)
         loss = step_of(case, run, 0)

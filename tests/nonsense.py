@@ -79,12 +79,8 @@ REAL = [1e30 if value == 10**30 else value for value in WHOLE]
 SEQUENCES = [(), (0,), (-1,), (math.nan,), (10**30,), None, "nope", 3]
 WORDS = ["", "nope", None, 5]
 VALUES = {
-    "whole": WHOLE,
-    "real": REAL,
-    "sequence": SEQUENCES,
-    "words": [(), ("nope",), None, 3],
-    "word": WORDS,
-}
+    "whole": WHOLE, "real": REAL, "sequence": SEQUENCES, "words": [(), ("nope",), None, 3], "word": WORDS,
+}  # fmt: skip
 ON_RANKS = ("ProcessGroup", "Channel", "Mesh")
 READ_AS = {  # parameters without a hint, by the names that this package gives them
     **dict.fromkeys(
@@ -313,19 +309,12 @@ def build(hint, name: str, size: int, depth: int = 0):
         return hint(**made(hint, size, depth + 1))
     ready = {
         int: 0 if name in ("rank", "seed", "stage", "root", "step", "first", "start", "number") else size,
-        float: 0.5 if size % 3 == 0 else float(size),
-        Fraction: Fraction(size),
-        bool: False,
-        types.NoneType: None,
-        range: range(size),
-        slice: slice(0, size),
-        dict: {},
-        torch.dtype: torch.float32,
-        torch.device: torch.device("cpu"),
+        float: 0.5 if size % 3 == 0 else float(size), Fraction: Fraction(size), bool: False,
+        types.NoneType: None, range: range(size), slice: slice(0, size), dict: {},
+        torch.dtype: torch.float32, torch.device: torch.device("cpu"),
         torch.Tensor: torch.arange(1, size * size + 1, dtype=torch.float64).reshape(size, size) / 7,
-        torch.nn.Module: torch.nn.Identity(),
-        dist.ProcessGroup: dist.group.WORLD,
-    }
+        torch.nn.Module: torch.nn.Identity(), dist.ProcessGroup: dist.group.WORLD,
+    }  # fmt: skip
     try:
         return ready[hint]
     except (KeyError, TypeError):

@@ -31,17 +31,9 @@ TOLERANCE = 1e-12
 
 def small(**changes) -> GPTConfig:
     settings = dict(
-        vocab_size=29,
-        d_model=16,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=8,
-        tied=True,
-        norm="rms",
-        positions="rope",
-        activation="swiglu",
-    )
+        vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=8, tied=True,
+        norm="rms", positions="rope", activation="swiglu",
+    )  # fmt: skip
     return GPTConfig(**(settings | changes))
 
 

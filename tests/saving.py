@@ -110,7 +110,7 @@ def told(pieces: Sequence[Piece]) -> list[Told]:
             ranks_of(p),
             p.replica,
             p.values.detach().clone(),
-        )
+        )  # fmt: skip
         for p in pieces
     ]
 

@@ -210,20 +210,12 @@ TAKEN_HOME = {
     "gathered": lambda: attend(partial(gathered_attention, group=collectives.world())),
     "ulysses": lambda: attend(partial(ulysses_attention, group=collectives.world(), core=causal_attention)),
     "packed": lambda: attend(lambda *x: packed_attention(*(one[:1] for one in x), cu_seqlens=[0, 3, 8])),
-    "replicated": lambda: synced(Replicated),
-    "zero 1": lambda: synced(Zero1),
-    "zero 2": lambda: synced(Zero2),
-    "zero 3": lambda: synced(Zero3),
-    "gradients": reduced,
-    "tensor parallel": cut_over_ranks,
-    "dispatch": dispatched,
-    "recompute": again,
-    "activations on the host": away,
-    "optimizer on the host": lambda: on_the_host(False),
-    "delayed": lambda: on_the_host(True),
-    "clipping": clipped,
-    "rounded by chance on the host": by_chance,
-}
+    "replicated": lambda: synced(Replicated), "zero 1": lambda: synced(Zero1),
+    "zero 2": lambda: synced(Zero2), "zero 3": lambda: synced(Zero3), "gradients": reduced,
+    "tensor parallel": cut_over_ranks, "dispatch": dispatched, "recompute": again,
+    "activations on the host": away, "optimizer on the host": lambda: on_the_host(False),
+    "delayed": lambda: on_the_host(True), "clipping": clipped, "rounded by chance on the host": by_chance,
+}  # fmt: skip
 
 
 def devices_of(name: str) -> set[str]:

@@ -26,15 +26,10 @@ def sgd(params):
 
 PIPELINE = dict(pp=2, microbatches=4, schedule="1f1b")
 LAYOUTS = {
-    "zero 0": dict(dp=2),
-    "zero 0, torch's optimizer": dict(dp=2, make_optimizer=sgd),
-    "zero 1": dict(dp=2, zero=1),
-    "zero 1, clipped": dict(dp=2, zero=1, clip=0.1),
-    "zero 2": dict(dp=2, zero=2, microbatches=2),
-    "zero 3": dict(dp=2, zero=3, microbatches=2),
-    "tp": dict(tp=2),
-    "pipeline": PIPELINE,
-    "zero bubble": dict(PIPELINE, schedule="zb_h1"),
+    "zero 0": dict(dp=2), "zero 0, torch's optimizer": dict(dp=2, make_optimizer=sgd),
+    "zero 1": dict(dp=2, zero=1), "zero 1, clipped": dict(dp=2, zero=1, clip=0.1),
+    "zero 2": dict(dp=2, zero=2, microbatches=2), "zero 3": dict(dp=2, zero=3, microbatches=2),
+    "tp": dict(tp=2), "pipeline": PIPELINE, "zero bubble": dict(PIPELINE, schedule="zb_h1"),
     "post-validation": dict(PIPELINE, post_validation=True, clip=0.05),
     "post-validation, never clipped": dict(PIPELINE, post_validation=True, clip=1e9),
     "offload": dict(dp=2, zero=1, offload="optimizer"),
@@ -45,7 +40,7 @@ LAYOUTS = {
     "delayed scales": dict(dp=2, zero=1, products="fp8_delayed"),
     "experts": dict(dp=2, zero=1, config=EXPERTS),
     "scaled loss": dict(dp=2, zero=1, loss_scale=2.0**20, loss_scale_window=1),
-}
+}  # fmt: skip
 FOUR = {"zero 2 in a pipeline": dict(PIPELINE, dp=2, zero=2), "hybrid": dict(dp=4, zero="IIG", node=2)}
 
 

@@ -226,19 +226,10 @@ def saved(m, group):
 
 
 CHECKS = {
-    "GradReducer": bucketed,
-    "linear": tensor_parallel,
-    "Zero1": zero,
-    "Zero3": zero,
-    "ring": attention,
-    "ulysses": attention,
-    "Runner": pipeline,
-    "experts": experts,
-    "fp8": few_bits,
-    "recompute": recomputed,
-    "HostOptimizer": on_the_host,
-    "checkpoint": saved,
-}
+    "GradReducer": bucketed, "linear": tensor_parallel, "Zero1": zero, "Zero3": zero, "ring": attention,
+    "ulysses": attention, "Runner": pipeline, "experts": experts, "fp8": few_bits, "recompute": recomputed,
+    "HostOptimizer": on_the_host, "checkpoint": saved,
+}  # fmt: skip
 
 if __name__ == "__main__":
     if os.environ.get("CONTROL"):

@@ -71,17 +71,10 @@ def test_any_layout_trains_and_goes_on_in_another(minitrain):
     for number, form in enumerate(forms):
         small = list(SMALL)
         code, out, err = minitrain(
-            "train",
-            *small,
-            *form.split(),
-            "--dropout",
-            0.1,
-            "--frozen",
-            "layers.1.*",
+            "train", *small, *form.split(), "--dropout", 0.1, "--frozen", "layers.1.*",
             *("--text", "text.txt", "--out", "run", "--checkpoint", "saved", "--every", 1, "--keep", 9),
-            *(["--resume"] if before else []),
-            *(["--async"] if number % 2 else []),
-        )
+            *(["--resume"] if before else []), *(["--async"] if number % 2 else []),
+        )  # fmt: skip
         assert (code, err) == (0, ""), err
         assert "tokens/s, MFU" in out and "held out" in out
         assert "4 steps of 64 tokens; log in run; checkpoints in saved" in out
@@ -113,10 +106,8 @@ def test_an_interrupted_command_goes_on(tmp_path):
     first.send_signal(signal.SIGINT)
     out, err = patience.output_of(first)
     assert first.returncode == 130, err
-    assert (
-        "interrupted; the same command with --resume goes on from the last checkpoint" in out
-        and "Traceback" not in out + err
-    )
+    assert "interrupted; the same command with --resume goes on from the last checkpoint" in out
+    assert "Traceback" not in out + err
     step = store.steps()[-1]
     second = patience.start([*words, "--resume"])
     patience.until(lambda: len(log.read_text().splitlines()) > step / 25 + 2, second.pid)
@@ -188,11 +179,9 @@ def test_a_job_of_another_size_is_refused_by_its_first_rank(minitrain, monkeypat
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("RANK", rank)
         code, _, err = minitrain("train", "--dp", 3)
+        assert code == 2
         assert (
-            code == 2
-            and err.count("dp=3 · pp=1 · cp=1 · tp=1 are 3 ranks, but the job has 2")
-            == err.count("\n")
-            == lines
+            err.count("dp=3 · pp=1 · cp=1 · tp=1 are 3 ranks, but the job has 2") == err.count("\n") == lines
         )
 
 
@@ -262,27 +251,19 @@ def test_a_checkpoint_of_another_recipe_is_bad_input_and_a_rank_that_fails_is_ex
     saving = ("--checkpoint", "saved")
     assert minitrain(*words, *saving, "--dp", 2)[0] == 0
     code, _, err = minitrain(*words, *saving, "--resume", "--seed", 5)
-    assert (code, err.count("\n")) == (
-        2,
-        1,
-    ) and "was made with seed=0, this run has seed=5: another run" in err
+    assert (code, err.count("\n")) == (2, 1)
+    assert "was made with seed=0, this run has seed=5: another run" in err
     code, _, err = minitrain(*words, "--lr", 1e30, "--dp", 2)
-    assert (code, err.count("\n")) == (1, 1) and re.match(
-        r"minitrain: ranks? 0.* raised ValueError: loss .* lower lr=1e\+30", err
-    )
+    assert (code, err.count("\n")) == (1, 1)
+    assert re.match(r"minitrain: ranks? 0.* raised ValueError: loss .* lower lr=1e\+30", err)
 
 
 def test_a_last_save_that_fails_is_exit_code_1(tmp_path):
     """A file system that takes files of 300 kB and no larger: said at each save, and at the end by the exit code."""
     (tmp_path / "text.txt").write_bytes(TEXT)
     command = [
-        sys.executable,
-        "-m",
-        "minitrain",
-        "train",
-        *SMALL,
-        *"--text text.txt --checkpoint saved".split(),
-    ]
+        sys.executable, "-m", "minitrain", "train", *SMALL, *"--text text.txt --checkpoint saved".split(),
+    ]  # fmt: skip
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
     done = subprocess.run(
         [*command, "--every", "2"], cwd=tmp_path, preexec_fn=limit, capture_output=True, text=True

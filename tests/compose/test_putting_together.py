@@ -19,15 +19,9 @@ from minitrain.ranks.mesh import Mesh
 
 SIX = ("dp", "zero", "pp", "cp", "tp", "ep")
 CONFIG = GPTConfig(
-    vocab_size=32,
-    d_model=16,
-    num_layers=2,
-    num_heads=4,
-    d_ff=24,
-    max_positions=16,
-    tied=True,
+    vocab_size=32, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=16, tied=True,
     experts=ExpertsConfig(4, 2, balance_alpha=0.01, expert_every=2),
-)
+)  # fmt: skip
 
 
 def rows_of(count):

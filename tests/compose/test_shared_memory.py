@@ -198,21 +198,10 @@ def state_of_a_run():
 
 
 COPIES = [
-    of_transfers,
-    of_dispatched_rows,
-    of_rows_by_token,
-    of_layers_at_home,
-    of_states_on_the_host,
-    of_states_in_files,
-    of_a_file_that_is_sent,
-    of_what_is_given_to_files,
-    of_nests,
-    of_an_optimizers_states,
-    of_codes,
-    of_writes_in_place,
-    of_a_snapshot,
-    of_a_runs_state,
-]
+    of_transfers, of_dispatched_rows, of_rows_by_token, of_layers_at_home, of_states_on_the_host,
+    of_states_in_files, of_a_file_that_is_sent, of_what_is_given_to_files, of_nests, of_an_optimizers_states,
+    of_codes, of_writes_in_place, of_a_snapshot, of_a_runs_state,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", COPIES, ids=lambda make: make.__name__)

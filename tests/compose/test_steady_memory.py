@@ -2,7 +2,7 @@
 needed, by the ledger, whatever the strategy; and nothing is left in flight.
 
 All steps are of one batch, at a rate of 0, so their accounts are the same if nothing leaks: bytes by kind and
-number of blocks alive after steps 2, 3 and 4, the peaks of steps 3 and 4, the objects of torch and minitrain.
+number of blocks alive after steps 2 and 3, the peaks of steps 2 and 3, the objects of torch and minitrain.
 The garbage collector is off: what only it would free is a leak until it comes.
 """
 
@@ -44,7 +44,7 @@ from minitrain.systems.tensor_parallel import optimus
 from minitrain.systems.tensor_parallel.rotated import rotate_linears
 from tests.parallel import small
 
-STEPS, ROWS, LENGTH = 4, 8, 8
+STEPS, ROWS, LENGTH = 3, 8, 8
 OF_THE_ACCOUNT = ("minitrain.ranks.ledger", "minitrain.ranks.events", "minitrain.ranks.collectives.call_log")
 
 
@@ -60,6 +60,9 @@ def training(config, strategy):
 
     def step():
         run.total(run.step(run.batch(Rows(draw, ROWS, LENGTH), 0), 1.0).loss)
+
+    if strategy.post_validation:
+        step()  # the next ones confirm the one before
 
     def left():
         run.settle()
@@ -94,7 +97,7 @@ def what_differs(make):
     kinds = dict(live_bytes=live[2:], blocks=blocks[2:], objects=objects[1:])
     for pool in ("device", "host"):
         totals = meter.totals(host=pool == "host")
-        kinds[f"peak of the {pool}"] = [max(totals[a : b + 1]) for a, b in zip(at, at[1:])][2:]
+        kinds[f"peak of the {pool}"] = [max(totals[a : b + 1]) for a, b in zip(at, at[1:])][1:]
     return wrong + [f"{what}: {v}" for what, v in kinds.items() if any(one != v[0] for one in v)]
 
 
@@ -218,14 +221,9 @@ def parts(name):
 
 def test_experts_are_spread():
     ways = [
-        dict(zero=1),
-        dict(zero=3, recompute="full"),
-        dict(ep_chunks=2, zero=2),
-        dict(ep_travel="experts"),
-        dict(ep_travel="cheaper"),
-        dict(ep_shadow=4),
-        FP8,
-    ]
+        dict(zero=1), dict(zero=3, recompute="full"), dict(ep_chunks=2, zero=2), dict(ep_travel="experts"),
+        dict(ep_travel="cheaper"), dict(ep_shadow=4), FP8,
+    ]  # fmt: skip
     check(2, of(MIXED, *(dict(dp=2, ep=2) | one for one in ways)))
 
 

@@ -132,7 +132,7 @@ def total(x, group):
 @pytest.mark.parametrize("name, property", ADVERSARIES)
 def test_an_adversary_gets_nothing_and_leaves_nothing(judge, name, property):
     answer = ADVERSARIES[name, property]
-    points, found, report = graded(judge, answer, 2.0 if property == "time limit" else 40.0)
+    points, found, report = graded(judge, answer, 0.5 if property == "time limit" else 40.0)
     assert points == 0 and found == property, report.results
     text = report.table()
     assert "\x1b" not in text and "\r" not in text and text.count("total ") == 1 + text.count("total 10/10")
@@ -148,7 +148,7 @@ CONTAINED = (
 @pytest.mark.parametrize("name, property", [key for key in ADVERSARIES if key[0] in CONTAINED])
 def test_without_walls_they_are_contained_too(bare, name, property):
     answer = ADVERSARIES[name, property]
-    points, found, report = graded(bare, answer, 2.0)
+    points, found, report = graded(bare, answer, 0.5 if property == "time limit" else 2.0)
     assert points == 0 and found in (property, "time limit", "a result")  # a daemon holds on to the line
     assert "a self-check, not a grade" in report.table()
 

@@ -202,16 +202,12 @@ def collective_calls(x, group):
     uneven = [1 + (group.rank() + to) % 2 for to in range(4)]
     return [
         *(handle.wait() for handle in pending),
-        collectives.rotate((x, x + 1), group, async_op=True).wait()[1],
-        collectives.all_reduce(x, group),
-        collectives.all_reduce(x, group, op="max"),
-        collectives.all_gather(x, group),
-        collectives.reduce_scatter(x, group),
-        collectives.all_to_all(x, group),
+        collectives.rotate((x, x + 1), group, async_op=True).wait()[1], collectives.all_reduce(x, group),
+        collectives.all_reduce(x, group, op="max"), collectives.all_gather(x, group),
+        collectives.reduce_scatter(x, group), collectives.all_to_all(x, group),
         collectives.all_to_all(x[: sum(uneven)], group, send_sizes=uneven, receive_sizes=uneven),
-        collectives.rotate(x, group),
-        collectives.rotate(x, group, -1),
-    ]
+        collectives.rotate(x, group), collectives.rotate(x, group, -1),
+    ]  # fmt: skip
 
 
 def in_trees(x, group):

@@ -101,9 +101,8 @@ class TestChapter:
     def test_predictions_are_answered_soon_and_folded(self, number):
         code = cells(number, "code")
         asked = [at for at, cell in enumerate(code) if re.search(r"^guess(?:es)? *=", cell["source"], re.M)]
-        assert len(asked) >= 2 * (number not in APPENDICES) and len(asked) == prose(number).count(
-            "**Predict.**"
-        )
+        assert len(asked) >= 2 * (number not in APPENDICES)
+        assert len(asked) == prose(number).count("**Predict.**")
         for at in asked:
             assert GUESS.search(code[at]["source"]), code[at]["source"]
             answers = [cell for cell in code[at : at + 6] if notebook.answers_a_prediction(cell["source"])]

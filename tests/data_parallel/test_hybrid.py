@@ -40,14 +40,16 @@ def hybrid(mesh, word):
 
 @pytest.mark.parametrize("nodes, places", [(2, 2), (2, 1), (1, 2)])
 def test_every_word_equals_one_process(nodes, places, references):
+    first = 0 if nodes == places else 1  # where nothing is between, or inside, nodes: the harder one alone
+
     def rank():
         mesh = Mesh(inter=nodes, intra=places)
         ways = {word: hybrid(mesh, word) for word in PARO_SHARDINGS}
-        return {word: [train_sharded(problem, way) for problem in problems()] for word, way in ways.items()}
+        return {word: [train_sharded(one, way) for one in problems()[first:]] for word, way in ways.items()}
 
     for words in launch.run(rank, ranks=nodes * places, timeout_s=120):
         for word, outcomes in words.items():
-            for outcome, reference in zip(outcomes, references):
+            for outcome, reference in zip(outcomes, references[first:], strict=True):
                 assert difference(outcome, reference) < TOLERANCE, word
 
 

@@ -141,13 +141,9 @@ def test_stand_ins_are_named_whole_and_weightless(zero):
 # ---- states ----------------------------------------------------------------------------------------------
 
 LAYOUTS = [
-    dict(dp=2, tp=2, zero=1),
-    dict(tp=4),
-    dict(dp=2, pp=2, zero=3),
-    dict(dp=4, zero="III", node=2),
-    dict(pp=2, tp=2),
-    dict(dp=2, tp=2, zero=3, sequence_parallel=True),
-]
+    dict(dp=2, tp=2, zero=1), dict(tp=4), dict(dp=2, pp=2, zero=3), dict(dp=4, zero="III", node=2),
+    dict(pp=2, tp=2), dict(dp=2, tp=2, zero=3, sequence_parallel=True),
+]  # fmt: skip
 
 
 def adamw(params):

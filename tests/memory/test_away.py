@@ -55,16 +55,12 @@ def accounts(strategy, config=CONFIG, count=2):
 
 
 LAYOUTS = {
-    "one": dict(),
-    "microbatches": dict(microbatches=3, dp=2, zero=2),
+    "one": dict(), "microbatches": dict(microbatches=3, dp=2, zero=2),
     "pp, I and W": dict(pp=2, microbatches=3, schedule="zb_h1"),
-    "tp": dict(tp=2, sequence_parallel=True, overlap=True),
-    "cp": dict(cp=2),
-    "bfloat16": dict(precision="bfloat16"),
-    "selective": dict(recompute="selective", pp=2, microbatches=2),
-    "keep": dict(recompute="keep:core", dp=2, zero=3, microbatches=2),
-    "every": dict(recompute="every:2"),
-}
+    "tp": dict(tp=2, sequence_parallel=True, overlap=True), "cp": dict(cp=2),
+    "bfloat16": dict(precision="bfloat16"), "selective": dict(recompute="selective", pp=2, microbatches=2),
+    "keep": dict(recompute="keep:core", dp=2, zero=3, microbatches=2), "every": dict(recompute="every:2"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -698,18 +698,13 @@ def test_flops_by_word():
     product, core = 2 * s * b * h * h, 4 * s * s * b * h
     forward = 12 * product + core
     extra = {
-        "full": (8 * product + core, forward),
-        "selective": (core // 2, core),
-        "drop:core": (core // 2, core),
-        "keep:core": (8 * product, 12 * product),
+        "full": (8 * product + core, forward), "selective": (core // 2, core),
+        "drop:core": (core // 2, core), "keep:core": (8 * product, 12 * product),
         "keep:qkv": (5 * product + core, 9 * product + core),
-        "keep:qkv+core+out": (4 * product, 8 * product),
-        "keep:up": (4 * product + core, 8 * product + core),
-        "drop:up": (4 * product, 4 * product),
-        "drop:act+norm1": (0, 0),
-        "drop:down+out": (0, 0),
+        "keep:qkv+core+out": (4 * product, 8 * product), "keep:up": (4 * product + core, 8 * product + core),
+        "drop:up": (4 * product, 4 * product), "drop:act+norm1": (0, 0), "drop:down+out": (0, 0),
         "keep:" + "+".join(NAMES): (0, 0),
-    }
+    }  # fmt: skip
     assert flops("none") == 3 * forward
     for word, (stopped, whole) in extra.items():
         assert flops(word) - 3 * forward == stopped, word

@@ -77,16 +77,12 @@ def apart(ours, theirs):
 
 # ---- the same training ------------------------------------------------------------------------------------
 LAYOUTS = {
-    "one": dict(),
-    "microbatches": dict(microbatches=3, zero=2),
-    "dp": dict(dp=2),
-    "zero2": dict(dp=2, zero=2, microbatches=2),
-    "zero3": dict(dp=2, zero=3, microbatches=2),
+    "one": dict(), "microbatches": dict(microbatches=3, zero=2), "dp": dict(dp=2),
+    "zero2": dict(dp=2, zero=2, microbatches=2), "zero3": dict(dp=2, zero=3, microbatches=2),
     "hybrid": dict(dp=4, zero="IIG", node=2),
     "pp, zero2": dict(pp=2, dp=2, zero=2, microbatches=2, schedule="zb_h1"),
-    "tp": dict(tp=2, sequence_parallel=True),
-    "cp": dict(cp=2, zero=1),
-}
+    "tp": dict(tp=2, sequence_parallel=True), "cp": dict(cp=2, zero=1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -283,12 +283,8 @@ def test_gelu_by_tanh_is_gpt2s():
         accounts.append((saved.bytes, ledger.flops, parameters(config)))
     assert accounts[0] == accounts[1] and 4.6e-4 < (by_hand - F.gelu(x)).abs().max() < 4.8e-4
     assert {name for name, config in presets.items() if config.activation == "gelu_tanh"} == {
-        "gpt2",
-        "gpt2-xl",
-        "gpt3-175b",
-        "gpt-neox-20b",
-        "bloom-176b",
-    }
+        "gpt2", "gpt2-xl", "gpt3-175b", "gpt-neox-20b", "bloom-176b",
+    }  # fmt: skip
 
 
 def test_mha_mqa_gqa():
@@ -320,14 +316,9 @@ def test_mha_mqa_gqa():
 def test_mla():
     """Absorbed and explicit forms agree; DeepSeek-V2 caches 576 numbers, MHA of its heads 32,768."""
     deepseek = GPTConfig(
-        d_model=5120,
-        num_layers=60,
-        num_heads=128,
-        head_dim=128,
-        kv_latent=512,
-        query_latent=1536,
+        d_model=5120, num_layers=60, num_heads=128, head_dim=128, kv_latent=512, query_latent=1536,
         rope_head_dim=64,
-    )
+    )  # fmt: skip
     assert cached_elements(deepseek) == 576 == 4.5 * 128
     assert 2 * 128 * 128 == 32_768 and 576 / (2 * 128) == 2.25  # MHA; groups of GQA
     positions, x = torch.arange(12) + 3, random_input(2, 12, 32)
@@ -437,11 +428,9 @@ def test_a_layer_cut_to_half_its_heads_is_still_the_layer(name):
 def test_alibi():
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     slopes = alibi_slopes(112)  # BLOOM: not a power of two
-    assert (
-        len(set(slopes)) == 112
-        and slopes[:64] == alibi_slopes(64)
-        and slopes[64:66] == alibi_slopes(128)[0:3:2]
-    )
+    assert len(set(slopes)) == 112
+    assert slopes[:64] == alibi_slopes(64)
+    assert slopes[64:66] == alibi_slopes(128)[0:3:2]
     layer = excite(Attention(VARIANTS["bloom"], dtype=torch.float64))
     x, positions = random_input(1, 6, 32), torch.arange(6)
     assert close(layer(x, positions), layer(x, positions + 40))
@@ -554,9 +543,8 @@ def test_replace_keeps_what_was_chosen_and_derives_the_rest_anew():
     wider = replace(presets["llama3-8b"], d_model=2048)
     assert (wider.head_dim, wider.d_ff, wider.num_kv_heads) == (64, 14_336, 8)
     plain = json.loads(json.dumps(asdict(wider)))
-    assert GPTConfig(**plain) == wider == pickle.loads(pickle.dumps(wider)) and hash(wider) == hash(
-        GPTConfig(**plain)
-    )
+    assert GPTConfig(**plain) == wider == pickle.loads(pickle.dumps(wider))
+    assert hash(wider) == hash(GPTConfig(**plain))
     apart = replace(SMALL, head_dim=12)  # heads wider than the model
     assert GPT(apart)(tokens_for(apart)).shape == (2, 16, 50) and parameters(apart) > parameters(SMALL)
 

@@ -49,17 +49,12 @@ def stages_of(schedule: Schedule) -> list[list[int]]:
 
 
 SIZES = [
-    *(chimera(p, m) for p in (2, 4, 6) for m in (2, p, p + 2, 3 * p)),
-    chimera(16, 30),
-    chimera(16, 64),
+    *(chimera(p, m) for p in (2, 4, 6) for m in (2, p, p + 2, 3 * p)), chimera(16, 30), chimera(16, 64),
     *(hanayo(p, m, waves) for p in (1, 2, 3, 5) for m in (1, p, p + 1, 2 * p) for waves in (1, 2)),
-    hanayo(16, 17, 1),
-    hanayo(4, 64, 2),
-    *(dualpipe(p, m) for p in (2, 4, 6) for m in (2 * p, 2 * p + 2, 20)),
-    dualpipe(16, 64),
-    *(dualpipe_v(p, m) for p in (1, 2, 3, 5) for m in (2 * p, 2 * p + 1, 20)),
-    dualpipe_v(16, 33),
-]
+    hanayo(16, 17, 1), hanayo(4, 64, 2),
+    *(dualpipe(p, m) for p in (2, 4, 6) for m in (2 * p, 2 * p + 2, 20)), dualpipe(16, 64),
+    *(dualpipe_v(p, m) for p in (1, 2, 3, 5) for m in (2 * p, 2 * p + 1, 20)), dualpipe_v(16, 33),
+]  # fmt: skip
 
 
 def test_everything_is_done_once_and_nobody_waits_for_ever():

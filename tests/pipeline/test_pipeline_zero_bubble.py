@@ -205,13 +205,9 @@ def test_bad_sizes():
 # ---- real ranks ------------------------------------------------------------------------------------------
 
 REAL = {
-    "zb-h2 of 2": (2, zb_h2(2, 4)),
-    "zb-h2": (4, zb_h2(4, 7)),
-    "interleaved": (2, zb_interleaved(2, 4, 2)),
-    "v-half": (2, v_half(2, 4)),
-    "zb-v": (4, zb_v(4, 7)),
-    "greedy": (2, greedy([0, 1, 1, 0], 4, 4, limit=3)),
-}
+    "zb-h2 of 2": (2, zb_h2(2, 4)), "zb-h2": (4, zb_h2(4, 7)), "interleaved": (2, zb_interleaved(2, 4, 2)),
+    "v-half": (2, v_half(2, 4)), "zb-v": (4, zb_v(4, 7)), "greedy": (2, greedy([0, 1, 1, 0], 4, 4, limit=3)),
+}  # fmt: skip
 
 
 def trained_alike(ranks, schedule):

@@ -16,20 +16,12 @@ from minitrain.precision.formats import FORMATS, Format
 from minitrain.precision.rounding import add_stochastic_, decode, encode, every_value, round_to
 
 THEIRS = {
-    "e4m3": ml_dtypes.float8_e4m3fn,
-    "e5m2": ml_dtypes.float8_e5m2,
-    "e4m3_ieee": ml_dtypes.float8_e4m3,
-    "e3m4": ml_dtypes.float8_e3m4,
-    "e4m3_fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e5m2_fnuz": ml_dtypes.float8_e5m2fnuz,
-    "hfp8_1_4_3": ml_dtypes.float8_e4m3b11fnuz,
-    "e8m0": ml_dtypes.float8_e8m0fnu,
-    "e3m2": ml_dtypes.float6_e3m2fn,
-    "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn,
-    "bf16": ml_dtypes.bfloat16,
-    "fp16": numpy.float16,
-}
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3_ieee": ml_dtypes.float8_e4m3,
+    "e3m4": ml_dtypes.float8_e3m4, "e4m3_fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2_fnuz": ml_dtypes.float8_e5m2fnuz, "hfp8_1_4_3": ml_dtypes.float8_e4m3b11fnuz,
+    "e8m0": ml_dtypes.float8_e8m0fnu, "e3m2": ml_dtypes.float6_e3m2fn, "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn, "bf16": ml_dtypes.bfloat16, "fp16": numpy.float16,
+}  # fmt: skip
 EMULATED = {
     f"{f.name} by hand": replace(f, dtype=None)
     for f in FORMATS.values()

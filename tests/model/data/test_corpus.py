@@ -79,18 +79,14 @@ def test_documents_of_an_array_end_with_a_token(tmp_path):
 
 
 WRONG = [
-    ("begins with b'MMIDIDY", dict(head=b"MMIDIDY\0\0")),
-    ("begins with b'MM ", dict(cut=2)),
-    ("version 2", dict(version=2)),
-    ("ids of type 7", dict(code=7)),
+    ("begins with b'MMIDIDY", dict(head=b"MMIDIDY\0\0")), ("begins with b'MM ", dict(cut=2)),
+    ("version 2", dict(version=2)), ("ids of type 7", dict(code=7)),
     ("documents that do not go from sequence 0 to 5", dict(marks=[0, 4])),
-    ("documents that do not go", dict(marks=[0, 3, 2, 5])),
-    ("documents that do not go", dict(marks=[])),
+    ("documents that do not go", dict(marks=[0, 3, 2, 5])), ("documents that do not go", dict(marks=[])),
     ("a.bin has 20 bytes, and its index says 22: it is truncated", dict(ids=[1] * 10)),
     ("a.bin has 24 bytes, and its index says 22: it is of other", dict(ids=[1] * 12)),
     ("a.idx has 141 bytes, and its index says 142: it is truncated", dict(cut=-1)),
-    ("do not lie end to end", dict(shift=2)),
-    ("is empty: it has no token", dict(sequences=[[]])),
+    ("do not lie end to end", dict(shift=2)), ("is empty: it has no token", dict(sequences=[[]])),
     ("has id 256, the vocabulary is 256", dict(sequences=[[1] * 99 + [256]])),
     ("has id -1, the vocabulary is 256", dict(sequences=[[1] * 99 + [-1]], code=3)),
     ("b.npy is no whole array", {"b.npy": b"\x93NUMPY"}),
@@ -100,7 +96,7 @@ WRONG = [
     ("weights.json must give a weight to each of a, and no others", {"weights.json": b'{"b": 1}'}),
     ("weights[0]=0: use a finite number above 0", {"weights.json": b'{"a": 0}'}),
     ("tokenizer.json is no tokenizer.json", {"tokenizer.json": b"{}"}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("said, wrong", WRONG)

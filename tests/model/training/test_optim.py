@@ -151,10 +151,8 @@ def test_steps_and_clips_in_a_dry_run():
         optimizer = AdamW(params, master_dtype=torch.float32)
         assert clip_grad_norm(params, 1.0).dtype == torch.float32
         optimizer.step()
-        assert (
-            optimizer.state[params[0]]["step"] == 1
-            and optimizer.state[params[0]]["master"].dtype == torch.float32
-        )
+        assert optimizer.state[params[0]]["step"] == 1
+        assert optimizer.state[params[0]]["master"].dtype == torch.float32
 
 
 def test_no_compiler_is_imported():

@@ -264,10 +264,8 @@ def test_a_run_is_the_plain_loop():
     ]  # two up, three down to a tenth
     records, reference = plain_loop(hyper, rates)
     ((others, weights, _),) = launch.run(lambda: train(CONFIG, Strategy(), hyper, report_every=1), ranks=1)
-    assert (
-        curves(others, records) < TOLERANCE
-        and max((weights[name] - reference[name]).abs().max() for name in reference) < TOLERANCE
-    )
+    assert curves(others, records) < TOLERANCE
+    assert max((weights[name] - reference[name]).abs().max() for name in reference) < TOLERANCE
 
 
 LAYOUTS = {
@@ -293,13 +291,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_a_whole_run_is_the_same_in_any_layout(dropout):
-    """Losses, held-out ones, norms, weights, moments, files; rows do not divide, some weights frozen."""
-    config, hyper = (
-        replace(CONFIG, dropout=dropout),
-        replace(HYPER, steps=4, frozen=("layers.1.norm1.*", "layers.2.attention.k.*")),
-    )
+def test_a_whole_run_is_the_same_in_any_layout():
+    """Losses, held-out ones, norms, weights, moments, files; dropout, rows do not divide, some weights frozen."""
+    config = replace(CONFIG, dropout=0.2)
+    hyper = replace(HYPER, steps=4, frozen=("layers.1.norm1.*", "layers.2.attention.k.*"))
     ((records, reference, sample),) = launch.run(train, config, Strategy(), hyper, ranks=1)
     assert [record["step"] for record in records] == [2, 4]
     for ranks, layouts in LAYOUTS.items():
@@ -317,20 +312,16 @@ def test_a_whole_run_is_the_same_in_any_layout(dropout):
     ]
     (found,) = launch.run(lambda: [train(config, Strategy(), control) for control in controls], ranks=1)
     assert all(curves(others, records) > 1e-6 for others, *_ in found)
-    if dropout:
-        ((others, *_),) = launch.run(train, CONFIG, Strategy(), hyper, ranks=1)
-        assert curves(others, records) > 1e-4
+    ((others, *_),) = launch.run(train, CONFIG, Strategy(), hyper, ranks=1)
+    assert curves(others, records) > 1e-4
 
 
 def test_a_run_resumed_in_its_own_layout_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     config, hyper = replace(CONFIG, dropout=0.2), replace(HYPER, steps=4)
-    layouts = [
-        *LAYOUTS[2][:4],
-        Strategy(tp=2, sequence_parallel=True),
-        Strategy(cp=2),
-        Strategy(pp=2, microbatches=4),
-    ]
-    kinds = [(strategy, "float32") for strategy in layouts] + [
+    kinds = [
+        (Strategy(tp=2, sequence_parallel=True), "float32"),
+        (Strategy(cp=2), "float32"),
+        (Strategy(pp=2, microbatches=4), "float32"),
         (Strategy(dp=2, zero=0), "bfloat16"),
         (Strategy(dp=2, zero=3), "bfloat16_short_moments"),
         (Strategy(dp=2, zero=2), "bfloat16_stochastic_short"),
@@ -643,10 +634,8 @@ def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
     whole = launch.run(rank, 0, None, None, ranks=2)
     launch.run(rank, 3, tmp_path, 1, ranks=2)
     for said, weights in launch.run(rank, 1, tmp_path, None, ranks=2):
-        assert (
-            said == "resumed at step 2; it was saved by Strategy(dp=2, zero=3)"
-            and largest(weights, whole[0][1]) < TOLERANCE
-        )
+        assert said == "resumed at step 2; it was saved by Strategy(dp=2, zero=3)"
+        assert largest(weights, whole[0][1]) < TOLERANCE
 
 
 # ---- hyperparameters -------------------------------------------------------------------------------------
@@ -655,10 +644,8 @@ def test_a_module_of_ones_own_is_trained_and_resumed(tmp_path):
 def test_matrices_decay_and_masters_have_float32_at_least():
     matrix, vector = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
     decays, does_not = decaying_matrices([vector, matrix], 0.3)
-    assert decays == {"params": [matrix], "weight_decay": 0.3} and does_not == {
-        "params": [vector],
-        "weight_decay": 0.0,
-    }
+    assert decays == {"params": [matrix], "weight_decay": 0.3}
+    assert does_not == {"params": [vector], "weight_decay": 0.0}
     assert decaying_matrices(iter([vector]), 0.3) == [does_not]
     for dtype, master in (
         (torch.bfloat16, torch.float32),
@@ -669,16 +656,14 @@ def test_matrices_decay_and_masters_have_float32_at_least():
             [nn.Parameter(torch.ones(2, 3, dtype=dtype))]
         )
         keep_states(optimizer, POLICIES[str(dtype).removeprefix("torch.")])
-        assert (
-            optimizer.defaults["master_dtype"] == master and optimizer.param_groups[0]["weight_decay"] == 0.3
-        )
+        assert optimizer.defaults["master_dtype"] == master
+        assert optimizer.param_groups[0]["weight_decay"] == 0.3
 
 
 def test_the_rate_of_a_recipe():
     hyper = Hyperparameters(steps=100, lr=1.0)
-    assert [hyper.lr_at(step) for step in (0, 19, 20)] == [0.05, 1.0, 1.0] and hyper.lr_at(
-        100
-    ) == pytest.approx(0.1)
+    assert [hyper.lr_at(step) for step in (0, 19, 20)] == [0.05, 1.0, 1.0]
+    assert hyper.lr_at(100) == pytest.approx(0.1)
     short, down = Hyperparameters(steps=4, lr=1.0), Hyperparameters(steps=4, warmup=0, min_lr=0, lr=1.0)
     assert [short.lr_at(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0] and down.lr_at(4) == 0
     assert asdict(hyper)["warmup"] is None  # what was said, not what follows from it

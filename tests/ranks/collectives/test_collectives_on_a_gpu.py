@@ -58,19 +58,11 @@ def expected(rank: int, n: int, dtype: torch.dtype) -> dict:
     dealt = torch.cat([x.chunk(n)[rank] for x in xs])
     same = ("sum", "sum, in place", "sum, waited for last", "sum on the host")
     return dict.fromkeys(same, total) | {
-        "maximum": xs[-1],
-        "gather": torch.cat(xs),
-        "gather, columns": torch.cat(xs, 1),
-        "scatter": total.chunk(n)[rank],
-        "scatter, columns": total.chunk(n, 1)[rank],
-        "all to all": dealt,
-        "all to all, counts": dealt,
-        "broadcast": xs[-1],
-        "exchange": before,
-        "rotate": before + 1,
-        "rotate, later": after,
-        **({"message": before} if n > 1 else {}),
-    }
+        "maximum": xs[-1], "gather": torch.cat(xs), "gather, columns": torch.cat(xs, 1),
+        "scatter": total.chunk(n)[rank], "scatter, columns": total.chunk(n, 1)[rank], "all to all": dealt,
+        "all to all, counts": dealt, "broadcast": xs[-1], "exchange": before, "rotate": before + 1,
+        "rotate, later": after, **({"message": before} if n > 1 else {}),
+    }  # fmt: skip
 
 
 def check(ranks: int, dtype: torch.dtype, **how) -> None:

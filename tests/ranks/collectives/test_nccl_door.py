@@ -31,16 +31,12 @@ def every_operation(own):
     in_place = x.clone()
     uneven = dict(send_sizes=[2] * n, receive_sizes=[2] * n)
     results = [
-        collectives.all_reduce(x, group),
-        collectives.all_reduce(in_place, group, out=in_place),
+        collectives.all_reduce(x, group), collectives.all_reduce(in_place, group, out=in_place),
         collectives.all_reduce(x, group, op="max", async_op=True).wait(),
-        collectives.all_gather(x, group, dim=1),
-        collectives.reduce_scatter(x, group),
-        collectives.all_to_all(x, group, **uneven),
-        collectives.broadcast(x, n - 1, group),
-        *collectives.rotate((x, -x), group),
-        collectives.exchange(x, (rank + 1) % n, (rank - 1) % n, group),
-    ]
+        collectives.all_gather(x, group, dim=1), collectives.reduce_scatter(x, group),
+        collectives.all_to_all(x, group, **uneven), collectives.broadcast(x, n - 1, group),
+        *collectives.rotate((x, -x), group), collectives.exchange(x, (rank + 1) % n, (rank - 1) % n, group),
+    ]  # fmt: skip
     if rank == 0:
         collectives.send(x, 1, group)
     if rank == 1:

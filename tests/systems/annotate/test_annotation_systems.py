@@ -50,12 +50,8 @@ def test_mesh_tensorflow():
     full, gradients = with_gradients(MLP, "y", WEIGHTS)
     placed = laid_out(full, {"row": 2, "col": 2}, {"b": "row", "f": "col"})
     assert {name: placed.specs[name] for name in ("x", "w1", "w2", "h", "y")} == {
-        "x": (S(0), B),
-        "w1": (B, S(1)),
-        "w2": (B, S(0)),
-        "h": (S(0), S(1)),
-        "y": (S(0), B),
-    }
+        "x": (S(0), B), "w1": (B, S(1)), "w2": (B, S(0)), "h": (S(0), S(1)), "y": (S(0), B),
+    }  # fmt: skip
     error, sent_bytes, calls = on_ranks(placed)
     assert error < 1e-12 and sent_bytes == planned_bytes(placed)
     assert calls == {("all_reduce", "col"): 1, ("all_reduce", "row"): 2}, (

@@ -191,9 +191,8 @@ def test_there_and_back(state, settings):
         outgoing(GPT(config, dtype=torch.float64).state_dict() | dict(incoming(state, config)), config)
     )
     expected = {name: value for name, value in state.items() if not name.endswith("h.0.attn.bias")}
-    assert back.keys() == expected.keys() and all(
-        torch.equal(back[name], value) for name, value in expected.items()
-    )
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[name], value) for name, value in expected.items())
 
 
 def test_every_setting_is_read_or_refused():

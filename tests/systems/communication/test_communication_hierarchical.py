@@ -40,9 +40,8 @@ def test_torus2d_allreduce():
                 "the column moves S/x"
             )
             assert set(sent_shares(schedule)) == set(sent_shares(algorithms.ring_all_reduce(x * y)))
-    assert (
-        len(algorithms.torus2d_all_reduce(4, 2).steps) == 8 and len(algorithms.ring_all_reduce(8).steps) == 14
-    )
+    assert len(algorithms.torus2d_all_reduce(4, 2).steps) == 8
+    assert len(algorithms.ring_all_reduce(8).steps) == 14
     check_on_real_ranks(algorithms.torus2d_all_reduce(4, 2))
     check_on_real_ranks(algorithms.torus2d_all_reduce(2, 2))
 
@@ -127,16 +126,9 @@ def test_message_by_message_the_schedules_take_the_time_the_replay_charges():
         n = num_nodes * per_node
         fabric = cost_model.racks([rank // per_node for rank in range(n)], near, far)
         placement = Placement(
-            n,
-            num_nodes,
-            fewest=per_node,
-            most=per_node,
-            alpha_in=near[0],
-            alpha_out=far[0],
-            rate_in=near[1],
-            rate_out=far[1],
-            rate_card=far[1],
-        )
+            n, num_nodes, fewest=per_node, most=per_node, alpha_in=near[0], alpha_out=far[0],
+            rate_in=near[1], rate_out=far[1], rate_card=far[1],
+        )  # fmt: skip
         torus, ring = algorithms.torus2d_all_reduce(per_node, num_nodes), algorithms.ring_all_reduce(n)
         of_rings = ("hierarchical", torus) if num_nodes > 1 else ("ring", ring)
         for name, schedule in (("halving", algorithms.halving_doubling_all_reduce(n)), of_rings):

@@ -140,14 +140,10 @@ def test_the_rule_counts_what_crosses():
 
 # width, tokens of a rank, settings; and how many the rule picks of those allowed
 SHADOWS = [
-    (2, 40, dict(ep_shadow=1), 1),
-    (2, 40, dict(ep_shadow=8), 8),
-    (2, 40, dict(ep_shadow=2, ep_chunks=2), 2),
-    (50, 40, dict(ep_shadow=8), 2),
-    (36, 40, dict(ep_shadow=8, activation="swiglu"), 1),
-    (50, 4, dict(ep_shadow=8), 0),
-    (2, 40, dict(ep_shadow=2, training=False), 2),
-]
+    (2, 40, dict(ep_shadow=1), 1), (2, 40, dict(ep_shadow=8), 8), (2, 40, dict(ep_shadow=2, ep_chunks=2), 2),
+    (50, 40, dict(ep_shadow=8), 2), (36, 40, dict(ep_shadow=8, activation="swiglu"), 1),
+    (50, 4, dict(ep_shadow=8), 0), (2, 40, dict(ep_shadow=2, training=False), 2),
+]  # fmt: skip
 
 
 def all_shadows():

@@ -133,7 +133,7 @@ CASES = {
         LOSSES | dict(shared_experts=1, expert_every=2), dict(dropout=0.2, tied=True), zero=3
     ),
     "ZeRO-1, both directions": case(BIAS, dict(num_layers=2), zero=1, schedule="dualpipe"),
-    "ZeRO-2, I and W": case(LOSSES, dict(dropout=0.2, bias=True), zero=2),
+    "ZeRO-2, I and W": case(LOSSES, dict(dropout=0.2, bias=True, num_layers=2), zero=2),
     "ZeRO-3, of one stage": case({}, dict(num_layers=2), zero=3, schedule="1f1b"),
     "two levels": case(LOSSES, dict(num_layers=2), dp=4, ep=4, ep_node=2, schedule="dualpipe"),
 }

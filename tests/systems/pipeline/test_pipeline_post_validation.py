@@ -140,18 +140,12 @@ def far(ranks):
 
 
 REAL = {
-    "1f1b of 2": (2, one_f_one_b(2, 4)),
-    "split of 2": (2, split(one_f_one_b(2, 4), late=0)),
-    "zb-h1 of 2": (2, zb_h1(2, 4)),
-    "gpipe": (2, gpipe(2, 4)),
-    "1f1b": (4, one_f_one_b(4, 4)),
-    "zb-h1": (4, zb_h1(4, 4)),
-    "interleaved": (2, interleaved(2, 4, 2)),
-    "v-min": (2, v_min(2, 4)),
-    "recomputed": (2, recomputed(one_f_one_b(2, 4))),
-    "bpipe": (4, bpipe(4, 4)),
+    "1f1b of 2": (2, one_f_one_b(2, 4)), "split of 2": (2, split(one_f_one_b(2, 4), late=0)),
+    "zb-h1 of 2": (2, zb_h1(2, 4)), "gpipe": (2, gpipe(2, 4)), "1f1b": (4, one_f_one_b(4, 4)),
+    "zb-h1": (4, zb_h1(4, 4)), "interleaved": (2, interleaved(2, 4, 2)), "v-min": (2, v_min(2, 4)),
+    "recomputed": (2, recomputed(one_f_one_b(2, 4))), "bpipe": (4, bpipe(4, 4)),
     "chimera": (2, chimera(2, 4)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REAL)

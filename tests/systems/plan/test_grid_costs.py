@@ -87,9 +87,8 @@ def test_where_two_dimensions_win():
     many = mlp(tokens=10**9, width=1024, inner=4096)
     assert crossover(many) == 4
     by_path = crossover(many, "forward_path")
-    assert (
-        by_path == 64 and cost(many, Grid("2-D", 8)).forward_path < cost(many, Grid("1-D", 64)).forward_path
-    )
+    assert by_path == 64
+    assert cost(many, Grid("2-D", 8)).forward_path < cost(many, Grid("1-D", 64)).forward_path
     few = mlp(tokens=1024, width=1024, inner=4096)  # 13 mk of 2-D against 2 (q + 1) mk: from q = 6
     assert crossover(few) == 36
     assert crossover(few, most=35) is None

@@ -9,15 +9,10 @@ from minitrain.systems.plan.rematerialize import Choice, Unit, front, offloaded
 
 # a pre-norm block with 8 heads of a sequence of 2h tokens: times and bytes in units of its input
 BLOCK = [
-    Unit("norm1", 1, 2),
-    Unit("qkv", 6, 6, ("norm1",)),
-    Unit("core", 8, 3, ("qkv",)),
-    Unit("out", 2, 2, ("core",), needed=True),
-    Unit("norm2", 1, 2, ("out",)),
-    Unit("up", 8, 8, ("norm2",)),
-    Unit("act", 1, 8, ("up",)),
-    Unit("down", 8, 2, ("act",), needed=False),
-]
+    Unit("norm1", 1, 2), Unit("qkv", 6, 6, ("norm1",)), Unit("core", 8, 3, ("qkv",)),
+    Unit("out", 2, 2, ("core",), needed=True), Unit("norm2", 1, 2, ("out",)), Unit("up", 8, 8, ("norm2",)),
+    Unit("act", 1, 8, ("up",)), Unit("down", 8, 2, ("act",), needed=False),
+]  # fmt: skip
 
 
 def costs_of(units, kept) -> tuple:

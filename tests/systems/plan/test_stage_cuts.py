@@ -245,9 +245,8 @@ def test_autopipe():
         work = [f + b for f, b in zip(forward, backward)]
         by_layers = [units_of(layers, blocks) for layers in even(blocks, p)]
         plan = stage_cuts.plan_autopipe(forward, backward, p, m)
-        assert [unit for layers in plan.stages for unit in layers] == list(range(2 * blocks + 2)) and len(
-            plan.stages
-        ) == p
+        assert [unit for layers in plan.stages for unit in layers] == list(range(2 * blocks + 2))
+        assert len(plan.stages) == p
         assert max(total(work, layers) for layers in plan.stages) <= max(
             total(work, layers) for layers in by_layers
         )

@@ -487,12 +487,7 @@ def test_an_allocator_is_for_one_replay():
 
 def test_lifetimes():
     trace = [
-        ("alloc", 5, 8),
-        ("alloc", 6, 0),
-        ("alloc", 7, 4),
-        ("free", 5, 8),
-        ("free", 6, 0),
-        ("alloc", 5, 2),
-    ]
+        ("alloc", 5, 8), ("alloc", 6, 0), ("alloc", 7, 4), ("free", 5, 8), ("free", 6, 0), ("alloc", 5, 2),
+    ]  # fmt: skip
     assert [life[:4] for life in lifetimes(trace)] == [(5, 0, 3, 8), (7, 2, 6, 4), (5, 5, 6, 2)]
     assert live_bytes(trace) == [8, 8, 12, 4, 4, 6]

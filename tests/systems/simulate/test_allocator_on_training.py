@@ -83,12 +83,8 @@ def test_older_blocks_come_first_and_a_block_resized_is_freed_and_allocated():
         new.add_(1)
         del new
     assert ledger.memory_trace() == [
-        ("alloc", 0, 32),
-        ("alloc", 1, 32),
-        ("free", 1, 32),
-        ("alloc", 1, 64),
-        ("free", 1, 64),
-    ]
+        ("alloc", 0, 32), ("alloc", 1, 32), ("free", 1, 32), ("alloc", 1, 64), ("free", 1, 64),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", ["", EXPANDABLE, "stitching"])

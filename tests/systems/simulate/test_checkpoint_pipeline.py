@@ -18,20 +18,14 @@ from minitrain.systems.simulate.checkpoint_pipeline import (
 
 WORK, STATE = Work(3, 6, 1), State(20, 40)
 WAYS = {
-    "synchronous": pipeline.synchronous(),
-    "snapshot-stall": pipeline.snapshot_stall(),
-    "torchsnapshot": pipeline.torchsnapshot(4),
-    "torchsnapshot in 1": pipeline.torchsnapshot(1),
-    "checkfreq": pipeline.checkfreq(),
-    "datastates": pipeline.datastates(6, 2),
-    "datastates, 3 buffers": pipeline.datastates(7, 3),
-    "datastates, 1 buffer": pipeline.datastates(5, 1),
-    "datastates, room for all": pipeline.datastates(5, 5),
-    "lightcheck": pipeline.lightcheck(4),
-    "lightcheck of 1": pipeline.lightcheck(1),
-    "fastpersist": pipeline.fastpersist(6),
+    "synchronous": pipeline.synchronous(), "snapshot-stall": pipeline.snapshot_stall(),
+    "torchsnapshot": pipeline.torchsnapshot(4), "torchsnapshot in 1": pipeline.torchsnapshot(1),
+    "checkfreq": pipeline.checkfreq(), "datastates": pipeline.datastates(6, 2),
+    "datastates, 3 buffers": pipeline.datastates(7, 3), "datastates, 1 buffer": pipeline.datastates(5, 1),
+    "datastates, room for all": pipeline.datastates(5, 5), "lightcheck": pipeline.lightcheck(4),
+    "lightcheck of 1": pipeline.lightcheck(1), "fastpersist": pipeline.fastpersist(6),
     "fastpersist, 1 buffer": pipeline.fastpersist(6, 1),
-}
+}  # fmt: skip
 
 
 def drawn(seed):

@@ -166,12 +166,8 @@ def test_rules_by_hand():
         victims[rule] = [name for name, block in blocks.items() if not block.resident]
     # clock 153, used at 30, 90, 95, 153: cost / (bytes * staleness) = .12, .094, .042, 6.4
     assert victims == {
-        "dtr": ["cheap"],
-        "local": ["cheap"],
-        "neighbourhood": ["cheap"],
-        "lru": ["old"],
-        "size": ["large"],
-    }
+        "dtr": ["cheap"], "local": ["cheap"], "neighbourhood": ["cheap"], "lru": ["old"], "size": ["large"],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", ["dtr", "local"])
