@@ -17,7 +17,7 @@ from typing import NamedTuple
 from minitrain.pipeline.schedule import F, Schedule
 from minitrain.pipeline.schedules.greedy import Amount, greedy
 from minitrain.pipeline.simulate import Simulation, Span, Time
-from minitrain.ranks.checks import require_ints, require_nonempty, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 
 def rerouted(
@@ -44,9 +44,8 @@ def rerouted(
         home |= {(s, u): alive.index((u % pipelines, s)) for u in units if u not in moved}
         home |= {(s, u): peers[s][number % len(peers[s])] for number, u in enumerate(moved)}
     limit = limit or [(stages - s) * (2 if lost else 1) for _, s in alive]
-    schedule = greedy(lambda *at: home[at], stages, len(units), limit=limit)
-    without = f", without {sorted(lost)}" if lost else ""
-    return replace(schedule, name=f"ReCycle, {pipelines} x {stages}, m={microbatches}{without}")
+    name = f"ReCycle, {pipelines} x {stages}, m={microbatches}" + f", without {sorted(lost)}" * bool(lost)
+    return replace(greedy(lambda *at: home[at], stages, len(units), limit=limit), name=name)
 
 
 def redundant_forwards(run: Simulation, forward: Time) -> tuple[list[list[Span]], list[tuple[int, int]]]:
@@ -78,7 +77,6 @@ def redundant_forwards(run: Simulation, forward: Time) -> tuple[list[list[Span]]
 
 def with_successor(sizes: Sequence[Amount]) -> list[Amount]:
     """Bamboo's parameters on each rank, of its own stage and of the next: twice the model in all."""
-    require_nonempty(sizes=sizes)
     require_positive(sizes=tuple(sizes))
     return [own + after for own, after in zip(sizes, [*sizes[1:], sizes[0]])]
 
@@ -110,7 +108,6 @@ def stream(peers: Speeds, microbatches: int, leaves: Mapping[tuple[int, int], fl
     Raises ValueError if a stage has no peer left. Ryabinin et al. 2023 (SWARM), arXiv:2301.11913, section
     3.2. Differs: speeds are known, theirs are estimated; forwards only, no time for messages."""
     require_positive_ints(microbatches=microbatches)
-    require_nonempty(peers=peers)
     require_positive(peers=list(map(tuple, peers)))
     free = [[0.0] * len(speeds) for speeds in peers]
     done = [[0] * len(speeds) for speeds in peers]
@@ -138,7 +135,6 @@ def stream(peers: Speeds, microbatches: int, leaves: Mapping[tuple[int, int], fl
 def migrate(peers: Speeds) -> list[list[float]]:
     """SWARM's balance: the slowest peer of the fastest stage moves to the slowest stage, while that brings
     both closer. Differs: by speeds; theirs compares queues, and moves one peer per interval."""
-    require_nonempty(peers=peers)
     stages = [sorted(speeds) for speeds in peers]
     require_positive(peers=stages)
     while sum(fast := max(stages, key=sum)) - sum(slow := min(stages, key=sum)) > fast[0]:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 from math import comb
 
-from minitrain.ranks.checks import require_ints, require_nonempty, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 MOST_NODES = 1 << 12
 
@@ -19,8 +19,7 @@ def templates(nodes: int, least: int, failures: int) -> range:
     """Oobleck's sizes of pipelines, in nodes: from `least`, which the model needs, to what is left beside
     `failures` pipelines of that size. Any number from (failures + 1)·least to `nodes` is a sum of more than
     `failures` of them: a copy of every stage survives that many losses.
-    Raises ValueError below (failures + 1)·least nodes. Jang et al. 2023 (Oobleck), arXiv:2309.08125,
-    section 4."""
+    Raises ValueError below (failures + 1)·least nodes. Jang et al. 2023 (Oobleck), arXiv:2309.08125."""
     require_ints(1, MOST_NODES, nodes=nodes, least=least)
     require_ints(0, MOST_NODES, failures=failures)
     if nodes < (enough := (failures + 1) * least):
@@ -106,6 +105,5 @@ def proactive(
 
 
 def _fitting(nodes: Sequence[int], layouts: Collection[Layout]) -> list[list[Layout]]:
-    require_nonempty(nodes=nodes)
     require_ints(0, MOST_NODES, nodes=tuple(nodes), layouts=tuple(map(tuple, layouts)))
     return [[(0, 0), *(one for one in layouts if one[0] * one[1] <= count)] for count in nodes]

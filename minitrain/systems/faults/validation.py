@@ -97,9 +97,7 @@ def remap_actions(samples: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     return [(at, "replace" if failed else "reset") for at, pending, failed in found if pending or failed]
 
 
-def shares(
-    worth: Sequence[Sequence[float]], now: Sequence[int], change: Sequence[float], workers: int
-) -> tuple[int, ...]:
+def shares(worth: Sequence[Sequence[float]], now: Sequence[int], change: Sequence[float], workers: int):
     """Unicron's plan: workers of each task, of most worth[task][k], its weighted FLOP/s with k, less
     change[task] if k is not what it has `now`; dynamic programming over tasks. He et al. 2023 (Unicron),
     arXiv:2401.00134. Differs: the cost of a change is given; theirs is work lost until the next one."""

@@ -142,22 +142,21 @@ class Report(NamedTuple):
     run: str
     gpus: int
     days: float
-    least: float
-    most: float
+    failures: tuple[float, float]
     source: str
 
     # between two failures, of one GPU and of the job: at least, at most
-    gpu_hours = property(lambda self: tuple(24 * self.days * self.gpus / n for n in (self.most, self.least)))
+    gpu_hours = property(lambda self: tuple(24 * self.days * self.gpus / n for n in self.failures[::-1]))
     hours = property(lambda self: tuple(hours / self.gpus for hours in self.gpu_hours))
 
 
 _SURVEY = "Duan et al. 2024, arXiv:2407.20018, section 8.1"
 REPORTS = (  # six times as often in one as in another: a rate is of a fleet, never of a kind of GPU
-    Report("Llama 3 405B, all", 16_384, 54, 466, 466, "arXiv:2407.21783, section 3.3.4"),
-    Report("Llama 3 405B, unexpected", 16_384, 54, 419, 419, "arXiv:2407.21783, section 3.3.4"),
-    Report("OPT-175B", 992, 14, 40, float("inf"), _SURVEY),  # more than 40
-    Report("BLOOM-176B", 384, 7, 1, 2, "arXiv:2211.05100; per week"),
-    Report("Alibaba, a node", 8, 1, 0.015, 0.015, _SURVEY),
+    Report("Llama 3 405B, all", 16_384, 54, (466, 466), "arXiv:2407.21783, section 3.3.4"),
+    Report("Llama 3 405B, unexpected", 16_384, 54, (419, 419), "arXiv:2407.21783, section 3.3.4"),
+    Report("OPT-175B", 992, 14, (40, float("inf")), _SURVEY),  # more than 40
+    Report("BLOOM-176B", 384, 7, (1, 2), "arXiv:2211.05100; per week"),
+    Report("Alibaba, a node", 8, 1, (0.015, 0.015), _SURVEY),
 )
 # Table 5 of the Llama 3 report, unexpected interruptions by cause: prints 148 as 30.1, GPU's as 58.7 %;
 # both fit 126, and the counts give 35.3 and 64.0 %. C4, arXiv:2406.04594: 82.5 % hit one node or device.

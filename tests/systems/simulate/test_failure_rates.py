@@ -65,9 +65,8 @@ def test_54_days_of_llama_3():
     for seen_s in (60, 600, 1800):
         run = simulate(54 * DAY, 600, failing(1, mtbf_s), disk=Level(5, seen_s + 300))
         waste[seen_s] = run.waste
-        assert run.elapsed_s / run.useful_s - 1 == pytest.approx(
-            5 / 605 + (300 + seen_s + 605 / 2) / mtbf_s, rel=0.15
-        )
+        estimate = 5 / 605 + (300 + seen_s + 605 / 2) / mtbf_s
+        assert run.elapsed_s / run.useful_s - 1 == pytest.approx(estimate, rel=0.15)
     assert waste[60] < 0.08 < waste[600] < 0.14 < waste[1800], "detection takes more than saves do"
     needed = rates.spares(2048, 2048 * mtbf_s, 3 * DAY, 0.99)
     times = [one.at_s for one in takewhile(lambda one: one.at_s < 4000 * DAY, failing(2, mtbf_s))]
