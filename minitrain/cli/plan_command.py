@@ -25,7 +25,7 @@ from minitrain.systems.plan.emit.training_job import EXPERTS, MODEL, Job
 EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
 HEAD += ("step", "MFU", "memory", "most time goes to")
-OTHERS, FRONT = ("megatron-2023", "overlapped", "megascale"), 10  # stacks that are tried too; rows shown
+OTHERS, FRONT = ("megatron-2023", "overlapped", "megascale", "deepseek"), 10  # stacks that are tried too; rows shown
 
 
 def plan(
@@ -36,7 +36,7 @@ def plan(
     length: Annotated[int, Option(help="tokens in a sequence")] = 8192,
     stack: Annotated[str, Option(help=f"what the software overlaps: {', '.join(STACKS)}")] = "overlapped",
     precision: Annotated[str, Option(help="which number has how many bits")] = "bfloat16_main_grads",
-    room: Annotated[float, Option(help="share of a device's memory that may be filled")] = 0.9,
+    room: Annotated[float, Option(help="share of a device's memory, less a reserve, to fill")] = 0.9,
     top: Annotated[int, Option(help="how many layouts to show")] = 5,
     explain: Annotated[bool, Option("--explain", help="where each loses its time, and the front")] = False,
     emit: Annotated[str | None, Option(help=f"write the best for {', '.join(EMIT)}")] = None,
@@ -72,7 +72,7 @@ def plan(
     echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB; {said}\n")
     for limit in best.limits:
         echo(f"Not modelled: {limit}")
-    for other in OTHERS:
+    for other in OTHERS[: 3 + bool(of.experts)]:
         winner = best if other == stack else search(replace(task, stack=STACKS[other]), work_of)[0]
         if winner.run.strategy != best.run.strategy:
             echo(f"With stack {other} the fastest is another: MFU {winner.mfu:.1%}, {winner.run.strategy}")
@@ -86,7 +86,7 @@ def plan(
             echo(f"not compared, for no plan says it (what overlaps is said by --stack): {', '.join(rest)}")
         echo(f"{theirs.step_s / best.step_s - 1:+.1%} of 1: {reasons(best, theirs)}")
         if (missing := needs(theirs) - task.room_bytes) > 0:
-            echo(f"it does not fit: {missing / 1e9:.1f} GB more than {room:.0%} of the device")
+            echo(f"it does not fit: {missing / 1e9:.1f} GB more than there is room for")
     if explain:
         spent = sorted(best.parts.items(), key=lambda item: -item[1])
         rows = [(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s]

@@ -6,8 +6,9 @@
     pareto(search(task, work_of))                     those that are slower need less memory
 
 `layouts` are sizes of tp, pp, cp and dp, and for each: rows of a microbatch, stage of ZeRO, schedule, what is
-computed again. One fits if its predicted bytes are at most `room` of the device's memory: the rest is for a
-CUDA context, NCCL's buffers, holes. All are predicted; systems/plan/search looks at less, of larger spaces.
+computed again. Experts on more than a node are reached node by node (ep_node). One fits if its predicted bytes
+are at most `room` of the device's memory less RESERVED: the rest is for workspaces and holes. All are predicted;
+systems/plan/search looks at less, of larger spaces.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ LEAST_TOKENS = 2048  # of a row on a rank of cp: with fewer, what travels is not
 MOST_ROWS = 8  # of a microbatch
 MOST_CHUNKS = 12  # stages of a rank
 RECOMPUTE = ("none", "selective", "full")
+RESERVED = 2e9  # bytes of a device that no tensor has: its CUDA context, NCCL's buffers (assumed)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Task:  # what is to be trained, on what; `batch` rows of `length` tokens p
     length: int
     stack: Stack = STACKS["overlapped"]
     precision: str = "bfloat16_main_grads"
-    room: float = 0.9  # of a device's memory
+    room: float = 0.9  # of a device's memory less RESERVED
 
     def __post_init__(self) -> None:
         require_positive_ints(ranks=self.ranks, batch=self.batch, length=self.length)
@@ -53,7 +55,7 @@ class Task:  # what is to be trained, on what; `batch` rows of `length` tokens p
     def run(self, strategy: Strategy) -> TrainingRun:
         return TrainingRun(self.model, strategy, self.machine, self.batch, self.length, self.stack)
 
-    room_bytes = property(lambda self: self.room * self.machine.device.memory_bytes)
+    room_bytes = property(lambda self: self.room * (self.machine.device.memory_bytes - RESERVED))
 
 
 def layouts(task: Task) -> Iterator[Strategy]:
@@ -91,12 +93,15 @@ def _settings(task: Task, sizes: dict) -> Iterator[dict]:
     counts = [rows // b for b in divisors(rows) if b <= MOST_ROWS]
     experts = task.model.experts.num_experts if task.model.experts else 1
     over = [ep for ep in divisors(shared) if experts % ep == 0]
+    # of ep, how many are neighbours in a node
+    near = task.machine.devices_per_node // (sizes["tp"] * (1 if task.stack.dp_inside_pp else pp))
     # a fused kernel keeps no scores, and computes them again anyway
     again = [one for one in RECOMPUTE if one != "selective" or not task.stack.flash]
     stages = [0] if shared == 1 else [0, 1, 3] if pp > 1 else [0, 1, 2, 3]
     for ep, recompute, zero, how, m in product(over, again, stages, schedules(task.model, pp), counts):
         if how[0] != "interleaved" or m % pp == 0:
             more = dict(zip(("schedule", "chunks"), how), precision=task.precision, microbatches=m)
+            more |= dict(ep_node=near) if 1 < near < ep and ep % near == 0 else {}
             yield more | dict(zero=zero, recompute=recompute, ep=ep)
 
 
@@ -106,7 +111,8 @@ def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
         return [("1f1b", 1)]
     layers = model.num_layers, model.num_layers + 2  # embedding and head for layers of their own
     chunks = [v for v in range(2, MOST_CHUNKS + 1) if any(n % (pp * v) == 0 for n in layers)]
-    return [("1f1b", 1), ("zb_h1", 1), *(("interleaved", v) for v in chunks)]
+    both = [("dualpipe", 1)] if model.experts and pp % 2 == 0 else []  # hides what travels to experts
+    return [("1f1b", 1), ("zb_h1", 1), *(("interleaved", v) for v in chunks), *both]
 
 
 def search(
@@ -124,7 +130,8 @@ def search(
         return sorted(fits, key=lambda one: (one.step_s, needs(one)))
     least = min(every, key=needs)
     said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
-    room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {task.machine.device.name}"
+    own = f"{task.machine.device.name}'s {task.machine.device.memory_bytes / 1e9:.1f} GB"
+    room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {own} less {RESERVED / 1e9:g} in reserve"
     short = f"{(needs(least) - task.room_bytes) / 1e9:.1f} GB too little"
     raise ValueError(f"does not fit: {said}, {room}, {short}; use more ranks, or a machine with more memory")
 

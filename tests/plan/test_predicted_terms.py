@@ -118,11 +118,11 @@ def test_a_tied_table_counts_once_where_both_ends_are():
 
 def test_a_layers_seconds_by_kind():
     _, block, _, head = layers_s(WORK, place(), False)
-    assert dict(zip(KINDS, block.passes)) == pytest.approx(dict(F=3, B=5, I=4, W=1, R=3))
-    assert dict(zip(KINDS, head.passes)) == pytest.approx(dict(F=3, B=6, I=4, W=2, R=3))
+    assert dict(zip(KINDS, block.passes)) == pytest.approx(dict(F=3, B=5, I=4, W=1, R=3, P=8))
+    assert dict(zip(KINDS, head.passes)) == pytest.approx(dict(F=3, B=6, I=4, W=2, R=3, P=9))
     assert block.parts["products"] == pytest.approx(6) and block.parts["passes"] == pytest.approx(2)
     again = layers_s(WORK, place(), True)[1]
-    assert dict(zip(KINDS, again.passes)) == pytest.approx(dict(F=3, B=8, I=7, W=1, R=3))
+    assert dict(zip(KINDS, again.passes)) == pytest.approx(dict(F=3, B=8, I=7, W=1, R=3, P=11))
     assert again.parts["recomputation"] == pytest.approx(3) and not block.parts["recomputation"]
 
 

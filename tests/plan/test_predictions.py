@@ -104,6 +104,33 @@ def test_memory_is_the_ledgers(case):
     assert sum(predict(run, work_of, PLAIN).memory.values()) == worst
 
 
+OFFLOADS = {
+    "optimizer": dict(zero=2, dp=2, microbatches=2),
+    "parameters+optimizer": dict(zero=3, dp=2, microbatches=2),
+    "activations": dict(pp=2, microbatches=4),
+}
+
+
+@pytest.mark.parametrize("offload, sizes", OFFLOADS.items())
+def test_what_the_host_keeps_is_not_in_the_devices_memory(offload, sizes):
+    """To the byte what the ledger of a device no longer has: states. Of activations within 5 %."""
+    kinds = {}
+    for where in ("none", offload):
+        strategy = Strategy(**BUCKETS | sizes, offload=where)
+        run = ours(strategy, 8)
+        (memory, *_), ledger = by_rank(run, predict(run, work_of, PLAIN).work), dry(strategy, 8, 0)[1]
+        kinds[where] = memory, ledger.peak_by_kind
+        assert sum(memory.values()) == pytest.approx(ledger.peak_bytes, rel=0.10)
+    (before, counted), (after, left) = kinds["none"], kinds[offload]
+    for part, kind in (("parameters", "parameters"), ("optimizer", "optimizer state")):
+        assert before[kind] - after[kind] == pytest.approx(counted[kind] - left[kind], abs=1000)
+        assert (after[kind] == 0) == (part in offload)
+    if offload == "activations":
+        kept = after["activations"] + after["buffers"]
+        assert kept == pytest.approx(left["activations"] + left["buffers"], rel=0.05)
+        assert kept < 0.6 * (before["activations"] + before["buffers"])
+
+
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1)])
 def test_deep_pipelines_keep_what_the_ledger_counts(schedule, chunks):
     """Activations and messages of eight stages, where a stage's output counted twice would be 5 %."""
@@ -239,7 +266,8 @@ def test_a_fused_attention_keeps_no_mask():
     assert written.saved_bytes - dropped.saved_bytes > scores - 1024 * model.d_model * 8
 
 
-COSTS = Costs((0.1, 1, 1, 1.4, 0.2, 2, 2, 2.8, 0.1, 1.1, 1.1, 1.5, 0.1, 0.9, 0.9, 1.3, 0.1, 1, 1, 1.4), 0.11)
+COSTS = (0.1, 1, 1, 1.4, 0.2, 2, 2, 2.8, 0.1, 1.1, 1.1, 1.5, 0.1, 0.9, 0.9, 1.3, 0.1, 1, 1, 1.4, 0.2, 2, 2, 3)
+COSTS = Costs(COSTS, 0.11)
 
 
 class Simulated:

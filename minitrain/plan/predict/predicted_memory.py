@@ -7,6 +7,7 @@
                   experts, which ep ranks share out already, / (dp · cp / ep)
     activations   largest sum, over the actions of its schedule, of what forwards have kept, and of what
                   lives only while the action runs (a layer's own peak above what it found)
+    offload       states and parameters that the host keeps are not here; of activations what two layers keep
     buffers       buckets of gradients on their way; of ZeRO-3 the gathered layer; of each neighbour in the
                   pipeline a message that comes, one that goes and one at work
 
@@ -33,8 +34,8 @@ def memory_of(run: TrainingRun, work: Work) -> dict[str, int]:
 
 def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
     strategy, layout, found = run.strategy, layout_of(run.model, run.strategy), []
-    again = strategy.recompute == "stage"
-    activations_of = in_steady_state(layout, lambda some: _most_kept(some, work, again))
+    how = strategy.recompute == "stage", "activations" in strategy.offloads
+    activations_of = in_steady_state(layout, lambda some: _most_kept(some, work, *how))
     weight, gradient, optimizer = strategy.policy.state_bytes
     shards = strategy.dp * strategy.cp
     for numbers, activations in zip(layout.ranks, activations_of):
@@ -42,7 +43,8 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
         own = (elements - dealt + dealt * strategy.ep) / shards  # of those that ZeRO shards
         kept = lambda stage: own if strategy.zero >= stage else elements
         twice = 2 if run.stack.buckets_apart and strategy.zero == 0 and strategy.microbatches > 1 else 1
-        states = kept(3) * weight, kept(2) * gradient * twice, kept(1) * optimizer
+        here = [name not in strategy.offloads for name in ("parameters", "optimizer")]
+        states = here[0] * kept(3) * weight, kept(2) * gradient * twice, here[1] * kept(1) * optimizer
         buffers = 0
         if shards > 1 and strategy.zero == 2:
             buffers = min(2 * strategy.bucket_bytes, elements * gradient)
@@ -65,8 +67,8 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> tuple[int, 
 
 
 @lru_cache(maxsize=1 << 12)
-def _most_kept(layout: Layout, work: Work, again: bool) -> tuple[float, ...]:
-    effects, most = [_effects(work, numbers, again) for numbers in layout.stages], []
+def _most_kept(layout: Layout, work: Work, again: bool, away: bool) -> tuple[float, ...]:
+    effects, most = [_effects(work, numbers, again, away) for numbers in layout.stages], []
     for actions in _actions(layout):
         held = high = 0.0
         for kind, stage in actions:
@@ -83,18 +85,20 @@ def _actions(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
     return tuple(tuple((one.kind, one.stage) for one in parts(rank)) for rank in layout.build().ranks)
 
 
-def _effects(work: Work, numbers: tuple[int, ...], again: bool) -> dict[str, tuple[int, int]]:
-    """By kind of action, of a stage: the most alive during it beyond what was, and how much it leaves."""
+def _effects(work: Work, numbers: tuple[int, ...], again: bool, away: bool) -> dict[str, tuple[int, int]]:
+    """By kind of action, of a stage: the most alive during it beyond what was, and how much it leaves. What
+    goes `away` is here for a layer and the one before it."""
     embedding, routed, dense, head = ([l] * n for l, n in zip(work.layers, numbers))
     layers = [*embedding, *dense, *routed, *head]  # a mixture begins with what is dense
-    every, below, forward, backward = sum(layer.saved_bytes for layer in layers), 0, 0, 0
-    for layer in layers:
+    every, below, forward, backward = sum(layer.saved_bytes for layer in layers) * (not away), 0, 0, 0
+    for before, layer in zip([None, *layers], layers):
+        below = (before.saved_bytes if before else 0) if away else below
         forward = max(forward, below + layer.forward.high_bytes)
         below += layer.saved_bytes
         backward = max(backward, below - every + layer.backward.high_bytes)
     # A layer's bytes are with what it gives, without what it is given. All but the last stage send that
     # away, all but the first have received some.
-    kept = every + work.boundary_bytes * (bool(head) - bool(embedding))
+    kept = every and every + work.boundary_bytes * (bool(head) - bool(embedding))
     waiting = sum(layer.waiting_bytes for layer in layers)
     keeps = work.boundary_bytes if again else kept
     leaves, comes = (0, -kept), (0, kept)

@@ -25,7 +25,7 @@ from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.predict.work import LAYERS
 from minitrain.plan.strategy import Strategy
 
-KINDS = "FBIWR"
+KINDS = "FBIWRP"  # P: F of a layer and B of another, in turns, each behind the other's transfers to experts
 SOON = ("gpipe", "1f1b", "interleaved")  # in their steady state after p microbatches
 NO_STEADY_STATE = ("varuna", "greedy", "v_min")  # not of p microbatches at least
 Counts = tuple[float, ...]  # of KINDS x LAYERS, then messages
@@ -39,6 +39,7 @@ class Layout:  # a schedule, and how many layers of each of LAYERS its stages ha
     chunks: int
     slices: int
     again: bool  # R before B
+    hides: bool = False  # halves of a pair take turns (systems/pipeline/halves.py)
     stages: tuple[tuple[int, ...], ...] = ()
     ranks: tuple[tuple[int, ...], ...] = ()
 
@@ -61,7 +62,7 @@ class Layout:  # a schedule, and how many layers of each of LAYERS its stages ha
 def layout_of(config: GPTConfig, s: Strategy) -> Layout:
     schedule, *sizes = (s.schedule, s.chunks, s.slices) if s.pp > 1 else ("1f1b", 1, 1)  # nobody sends
     bare = Layout(schedule, s.pp, s.microbatches, *sizes, s.recompute == "stage")
-    return replace(bare, **_stages(bare.short, config))
+    return replace(bare, hides=s.hides_transfers(bare.short.build()), **_stages(bare.short, config))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -117,6 +118,15 @@ def splits(schedule: str) -> bool:
 @lru_cache(maxsize=1 << 14)
 def longest(layout: Layout, costs: Costs) -> Counts:
     return in_steady_state(layout, lambda some: _path(some, costs))
+
+
+@lru_cache(maxsize=1 << 12)
+def pairs(layout: Layout) -> Counts:
+    """How many of LAYERS all ranks run in pairs."""
+    first = KINDS.index("P") * len(LAYERS)
+    columns = range(first, first + len(LAYERS))
+    count = lambda cast: tuple(sum(cast.passes[role][at] for role in cast.roles) for at in columns)
+    return in_steady_state(layout, lambda some: count(_cast(some))) if layout.hides else (0.0,) * len(LAYERS)
 
 
 def in_steady_state(layout: Layout, counted: Callable[[Layout], Counts]) -> Counts:
@@ -185,7 +195,17 @@ class _Cast:  # what a schedule's entries are made of: those alike have one role
                 for layer, number in enumerate(self.layout.stages[stage], start=first):
                     counts[layer] += number / self.layout.slices
                 counts[-1] += sent
+        for layer, number in enumerate(self.paired(actions)):
+            for kind, change in zip("FBP", (-number, -number, number)):
+                counts[KINDS.index(kind) * len(LAYERS) + layer] += change
         return tuple(counts)
+
+    def paired(self, actions: tuple) -> tuple[int, ...]:
+        """How many of LAYERS pass forward beside a backward, on two stages."""
+        stages = {stage for _, stage, _ in actions}
+        if not self.layout.hides or {kind for kind, *_ in actions} != {"F", "B"} or len(stages) == 1:
+            return ()
+        return tuple(map(min, *(self.layout.stages[stage] for stage in stages)))
 
 
 _cast = lru_cache(maxsize=1 << 8)(_Cast)

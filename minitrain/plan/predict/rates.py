@@ -21,7 +21,7 @@ from math import ceil
 from typing import NamedTuple
 
 from minitrain.plan.predict.training_run import Stack
-from minitrain.plan.predict.work import Layer, Operator, Pass, Work
+from minitrain.plan.predict.work import Collective, Layer, Operator, Pass, Work
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Machine
 from minitrain.ranks.checks import require_fractions, require_ints, require_positive, require_positive_ints
@@ -35,6 +35,7 @@ class Rates:  # shares of datasheet rates, from 0 to 1, and what starting costs
     memory: float = 1.0  # of the memory's bandwidth
     nvlink: float = 1.0  # of a device's links inside a node
     network: float = 1.0  # of the network cards
+    experts: float = 1.0  # of the network cards, by kernels of a stack's own for rows of experts
     tile: int = 1  # side of a product's tile
     k0: int = 0  # steps of k that filling and emptying a tile's pipeline takes
 
@@ -47,7 +48,8 @@ class Rates:  # shares of datasheet rates, from 0 to 1, and what starting costs
 
 
 PLAIN = Rates()
-START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5, tile=128, k0=128)
+# `experts`: DeepEP's table (docs/legacy.md), 64 ranks: 50 to 51 GB/s at cards of 50, of which 1/8 stays at home
+START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5, tile=128, k0=128, experts=0.88)
 RATES = replace(START, products=0.76, network=0.3, products_8_bits=0.68)
 # By generation, and whether the software fuses operators: benchmarks/predictions.py, CALIBRATION.
 CALIBRATED = {
@@ -56,19 +58,22 @@ CALIBRATED = {
     ("A100", False): replace(RATES, products=0.86, attention=0.30, memory=0.46),
     ("H100", False): replace(RATES, products=0.71, attention=0.19, memory=0.41),
 }
-GENERATION = {"A100": "A100", "A800": "A100", "H100": "H100", "H800": "H100", "H200": "H100"}
+GENERATION = dict(A100="A100", A800="A100") | dict.fromkeys(("H100", "H800", "H200", "B200", "GB200"), "H100")
 NAMES = ("products", "attention", "passes")
 AXES = ("tp", "cp", "ep")
 
 
-def generation(machine: Machine) -> str | None:
-    """Whose calibration holds for its device; None: of no run that was published."""
-    return GENERATION.get(machine.device.name.partition(" ")[0])
+def generation(machine: Machine) -> str:
+    """Whose calibration holds for its device, or is taken for want of its own."""
+    return GENERATION.get(kind_of(machine), "A100")
+
+
+def kind_of(machine: Machine) -> str:
+    return machine.device.name.partition(" ")[0]
 
 
 def rates_of(machine: Machine, stack: Stack) -> Rates:
-    """As calibrated; a device of another generation is taken to reach the shares of an A100."""
-    return CALIBRATED[generation(machine) or "A100", stack.fused]
+    return CALIBRATED[generation(machine), stack.fused]
 
 
 def calibrated(machine: Machine, stack: Stack) -> Machine:
@@ -111,6 +116,13 @@ class Place(NamedTuple):
     def travel_s(self, op: str, payload_bytes: float, members: tuple[int, ...]) -> float:
         return _travel_s(op, payload_bytes, members, self.machine, self.rates)
 
+    def carried_s(self, one: Collective, payload_bytes: float) -> float:
+        """As its stack carries it: rows of experts by kernels of their own, there in 8 bits, back in 16."""
+        rates = self.rates
+        if self.stack.expert_processors and "ep" in one.axis:
+            payload_bytes, rates = 0.75 * payload_bytes, replace(rates, network=rates.experts)
+        return _travel_s(one.op, payload_bytes, self.ranks_of(one.members), self.machine, rates)
+
 
 @lru_cache(maxsize=1 << 14)
 def _travel_s(op: str, payload_bytes: float, members: tuple[int, ...], machine: Machine, rates: Rates):
@@ -147,16 +159,17 @@ def _arithmetic(operator: Operator, at: Place) -> float:
     device, rates, flops = at.machine.device, at.rates, operator.flops
     of_products = rates.products_8_bits if operator.dtype.startswith("float8") else rates.products
     share = rates.attention if operator.attention else of_products
+    processors = device.multiprocessors - at.stack.expert_processors
     if operator.shape and rates.tile > 1 and not operator.attention:
         batch, m, n, k = operator.shape
         tiles = batch * ceil(m / rates.tile) * ceil(n / rates.tile)
-        waves = ceil(tiles / device.multiprocessors)
-        flops = waves * device.multiprocessors * 2 * rates.tile**2 * (k + rates.k0)
+        flops = ceil(tiles / processors) * processors * 2 * rates.tile**2 * (k + rates.k0)
+    share *= processors / device.multiprocessors
     return flops / (device.peak(operator.dtype) * at.machine.compute_efficiency * share)
 
 
 class Times(NamedTuple):
-    """Seconds of one layer: by KINDS (F, B, I, W, R), and F and B together by part. `on_wires`: of F and B,
+    """Seconds of one layer: by KINDS (F, B, I, W, R, P), and F and B together by part. `on_wires`: of F and B,
     those in which their own transfers have a rank's links inside the node, and its share of the cards."""
 
     passes: tuple[float, ...]
@@ -177,7 +190,9 @@ def _times(layer: Layer, at: Place, again: bool) -> Times:
     f, b, w = (sum(one_pass.values()) for one_pass in (forward, backward, weights))
     parts = {name: forward[name] + backward[name] for name in forward} | {"recomputation": f * again}
     sent = tuple(on_wires(one_pass, at) for one_pass in passes[:2])
-    return Times((f, b + f * again, b + f * again - w, w, f), parts, sent)
+    whole = f + b + f * again
+    pair = max(whole - parts["ep"], parts["ep"])
+    return Times((f, b + f * again, b + f * again - w, w, f, pair), parts, sent)
 
 
 def _pass(one_pass: Pass, at: Place) -> dict[str, float]:
@@ -193,7 +208,7 @@ def exposed(one_pass: Pass, at: Place) -> dict[str, float]:
     for one in one_pass.collectives:
         if one.op == "send":
             continue  # its receiver waits, and here another message is received
-        time = at.travel_s(one.op, one.payload_bytes, at.ranks_of(one.members))
+        time = at.carried_s(one, one.payload_bytes)
         if one.overlapped:
             beside = one_pass.operators[one.overlapped.start : one.overlapped.stop]
             time = max(0.0, time - sum(seconds(beside, at).values()))
@@ -205,8 +220,7 @@ def on_wires(one_pass: Pass, at: Place) -> tuple[float, float]:
     """How long a pass's own transfers have a rank's links inside the node, and its share of the cards."""
     found = [0.0, 0.0]
     for one in one_pass.collectives:
-        members = at.ranks_of(one.members)
-        all_of_it, latency = (at.travel_s(one.op, size, members) for size in (one.payload_bytes, 0))
-        leaves_node = len({at.machine.node_of(rank) for rank in members}) > 1
+        all_of_it, latency = (at.carried_s(one, size) for size in (one.payload_bytes, 0))
+        leaves_node = len({at.machine.node_of(rank) for rank in at.ranks_of(one.members)}) > 1
         found[leaves_node] += all_of_it - latency
     return found[0], found[1]

@@ -27,6 +27,7 @@ class Stack:  # what a software makes of a layout; the defaults are Megatron-LM'
     whole_again: bool = True  # recomputation in full runs the whole block; else it stops where it can
     each_microbatch: bool = False  # ZeRO-2 scatters the gradients of each microbatch (ours), not their sum
     buckets_apart: bool = False  # gradients add up beside the buckets in which they travel (ours)
+    expert_processors: int = 0  # multiprocessors for kernels that carry rows of experts; then in 8 bits there
     dp_inside_pp: bool = True  # ranks: tp, cp, dp, pp, innermost first; else tp, cp, pp, dp (ours)
 
     def __str__(self) -> str:
@@ -49,6 +50,7 @@ STACKS = {
         Stack("fairscale-2022"),
         _2023,
         replace(_2023, name="megascale", tp_overlapped=True, **_HIDDEN),
+        replace(_2023, name="deepseek", expert_processors=20, **_HIDDEN),  # V3's report, section 3.2
         replace(_2023, name="overlapped", dp_inside_pp=False, **_HIDDEN),  # Llama 3's, and the planner's
         Stack("fsdp", fused=False, flash=True, each_microbatch=True, **_HIDDEN),  # PyTorch's, eager
         replace(_OURS, whole_again=False, each_microbatch=True, buckets_apart=True, dp_inside_pp=False),

@@ -98,10 +98,10 @@ def _read() -> tuple[dict[str, Link], dict[str, Device], dict[str, Machine]]:
             latency_s, gb_per_s, source = cells
             links[name] = Link(name, float(latency_s), float(gb_per_s) * GB, f"{source}; {_LATENCIES}")
         elif kind == "device":
-            memory_gb, gb_per_s, multiprocessors, peaks, source = cells
+            gib, gb_per_s, multiprocessors, peaks, source = cells
             tflops = (peak.split("=") for peak in peaks.split())
             rates = {dtype: float(rate) * TFLOPS for dtype, rate in tflops}
-            memory = float(memory_gb) * GB, float(gb_per_s) * GB
+            memory = float(gib) * 2**30, float(gb_per_s) * GB
             devices[name] = Device(name, rates, *memory, source, int(multiprocessors))
         elif kind == "machine":
             device, per_node, intra, inter, cards, host, *disk = cells

@@ -53,7 +53,7 @@ def table():
     for m in machines.MACHINES.values():
         device, inside, outside = m.device, m.intra_bytes_per_s, m.inter_bytes_per_s
         links = m.intra.name, f"{inside / GB:g}", f"{m.nics_per_node} x {m.inter.name}", f"{outside / GB:g}"
-        rates = f"{device.peak('float16') / 1e12:g}", f"{device.memory_bytes / GB:g}"
+        rates = f"{device.peak('float16') / 1e12:g}", f"{device.memory_bytes / GB:.1f}"
         bandwidth = f"{device.memory_bandwidth_bytes_per_s / 1e12:.2f}"
         node = bandwidth, f"{m.devices_per_node}", *links, f"{inside / outside:.1f}x"
         rows.append((m.name, device.name, *rates, *node))
@@ -61,19 +61,22 @@ def table():
 
 
 TABLE = """
-machine        device             FP16  memory        node  inside                 outside                      gap
-                               TFLOP/s      GB  TB/s                         GB/s                       GB/s
-v100           V100 SXM2 32GB      125      32  0.90     8  NVLink 2          150  4 x InfiniBand EDR   6.25  24.0x
-v100-ethernet  V100 PCIe 16GB      112      16  0.90     4  PCIe 3 x16         16  1 x 100G Ethernet   3.125   5.1x
-a100-40gb      A100 SXM 40GB       312      40  1.55     8  NVLink 3          300  8 x InfiniBand HDR     25  12.0x
-a100           A100 SXM 80GB       312      80  2.04     8  NVLink 3          300  8 x InfiniBand HDR     25  12.0x
-a800           A800 SXM 80GB       312      80  2.04     8  NVLink 3 (A800)   200  8 x InfiniBand HDR     25   8.0x
-h100           H100 SXM 80GB     989.5      80  3.35     8  NVLink 4          450  8 x InfiniBand NDR     50   9.0x
-h800           H800 SXM 80GB     989.5      80  3.35     8  NVLink 4 (H800)   200  8 x InfiniBand NDR     50   4.0x
-h200           H200 SXM 141GB    989.5     141  4.80     8  NVLink 4          450  8 x InfiniBand NDR     50   9.0x
-jean-zay       A100 SXM 80GB       312      80  2.04     8  NVLink 3          300  4 x Omni-Path        6.25  48.0x
-neox           A100 SXM 40GB       312      40  1.55     8  NVLink 3          300  4 x InfiniBand HDR   12.5  24.0x
-ascend910      Ascend 910          256      32  1.20     4  HCCS               90  4 x 100G Ethernet    12.5   7.2x
+machine        device             FP16  memory        node  inside                   outside                       gap
+                               TFLOP/s      GB  TB/s                           GB/s                        GB/s
+v100           V100 SXM2 32GB      125    34.1  0.90     8  NVLink 2            150  4 x InfiniBand EDR    6.25  24.0x
+v100-ethernet  V100 PCIe 16GB      112    16.9  0.90     4  PCIe 3 x16           16  1 x 100G Ethernet    3.125   5.1x
+a100-40gb      A100 SXM 40GB       312    42.3  1.55     8  NVLink 3            300  8 x InfiniBand HDR      25  12.0x
+a100           A100 SXM 80GB       312    85.0  2.04     8  NVLink 3            300  8 x InfiniBand HDR      25  12.0x
+a800           A800 SXM 80GB       312    85.0  2.04     8  NVLink 3 (A800)     200  8 x InfiniBand HDR      25   8.0x
+h100           H100 SXM 80GB     989.5    85.0  3.35     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
+h800           H800 SXM 80GB     989.5    85.0  3.35     8  NVLink 4 (H800)     200  8 x InfiniBand NDR      50   4.0x
+h200           H200 SXM 141GB    989.5   150.0  4.80     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
+b200           B200 SXM 180GB     2250   191.5  8.00     8  NVLink 5            900  8 x InfiniBand NDR      50  18.0x
+gb200          GB200 186GB        2500   197.9  8.00    72  NVLink 5            900  72 x InfiniBand NDR     50  18.0x
+mi300x         MI300X 192GB     1307.4   205.8  5.30     8  Infinity Fabric 4   448  8 x InfiniBand NDR      50   9.0x
+jean-zay       A100 SXM 80GB       312    85.0  2.04     8  NVLink 3            300  4 x Omni-Path         6.25  48.0x
+neox           A100 SXM 40GB       312    42.3  1.55     8  NVLink 3            300  4 x InfiniBand HDR    12.5  24.0x
+ascend910      Ascend 910          256    32.0  1.20     4  HCCS                 90  4 x 100G Ethernet     12.5   7.2x
 """
 
 
@@ -86,19 +89,34 @@ def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
     peaks = {name: [peak(device, dtype) for dtype in dtypes] for name, device in DEVICES.items()}
     ampere, hopper = [19.5, 19.5, 156, 312, 0], [67, 67, 494.5, 989.5, 1979]
     datasheets = {
+<<<<<<< HEAD
         "V100 SXM2 32GB": (900, 80, [7.8, 15.7, 0, 0, 0]), "V100 PCIe 16GB": (900, 80, [7, 14, 0, 0, 0]),
         "A100 SXM 40GB": (1555, 108, ampere), "A100 SXM 80GB": (2039, 108, ampere),
         "A800 SXM 80GB": (2039, 108, ampere), "H100 SXM 80GB": (3350, 132, hopper),
         "H800 SXM 80GB": (3350, 132, [1, *hopper[1:]]), "H200 SXM 141GB": (4800, 132, hopper),
+=======
+        "V100 SXM2 32GB": (900, 80, [7.8, 15.7, 0, 0, 0]),
+        "V100 PCIe 16GB": (900, 80, [7, 14, 0, 0, 0]),
+        "A100 SXM 40GB": (1555, 108, ampere),
+        "A100 SXM 80GB": (2039, 108, ampere),
+        "A800 SXM 80GB": (2039, 108, ampere),
+        "H100 SXM 80GB": (3350, 132, hopper),
+        "H800 SXM 80GB": (3350, 132, [1, *hopper[1:]]),
+        "H200 SXM 141GB": (4800, 132, hopper),
+        "B200 SXM 180GB": (8000, 148, [37, 75, 1125, 2250, 4500]),
+        "GB200 186GB": (8000, 152, [40, 80, 1250, 2500, 5000]),
+        "MI300X 192GB": (5300, 304, [163.4, 163.4, 653.7, 1307.4, 2614.9]),
+>>>>>>> c7934228 (Predictions: what a card really holds, Blackwell and MI300X, what the host keeps, experts over nodes behind a pair's other half)
         "Ascend 910": (1200, 32, [0] * 5),
     }  # fmt: skip
     assert {name: (*figures[name], peaks[name]) for name in DEVICES} == datasheets
     latencies = {link.latency_s for name, link in LINKS.items() if name.startswith(("NVLink", "HCCS"))}
     assert latencies == {1.9e-6}
     for one in machines.MACHINES.values():
-        nvidia = {80: "PCIe 3 x16", 108: "PCIe 4 x16", 132: "PCIe 5 x16"}
-        assert one.host.name == nvidia.get(one.device.multiprocessors, "PCIe 4 x16")
-        assert (one.inter.latency_s, one.host.latency_s) == (4.0e-6, 2.5e-6)
+        newer = dict.fromkeys((132, 148, 304), "PCIe 5 x16") | {152: "NVLink-C2C"}
+        assert one.host.name == ({80: "PCIe 3 x16"} | newer).get(one.device.multiprocessors, "PCIe 4 x16")
+        assert one.inter.latency_s == 4.0e-6
+        assert one.host.latency_s == (1.9e-6 if "NVLink" in one.host.name else 2.5e-6)
     assert [LINKS[f"PCIe {n} x16"].bandwidth_bytes_per_s / GB for n in (3, 4, 5)] == [16, 32, 64]
     assert machine("a100").disk.bandwidth_bytes_per_s == 25 / 8 * GB
     assert machine("a100").disk.latency_s == 1e-4
