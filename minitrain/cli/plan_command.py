@@ -19,13 +19,12 @@ from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.tables import aligned
-from minitrain.systems.plan.emit import deepspeed, megatron, torchtitan, training_job
-from minitrain.systems.plan.emit.training_job import EXPERTS, MODEL, Job
+from minitrain.systems.plan.emit.plan_files import EMIT, read, written
 
-EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
 HEAD += ("step", "MFU", "memory", "most time goes to")
-OTHERS, FRONT = ("megatron-2023", "overlapped", "megascale", "deepseek"), 10  # stacks that are tried too; rows shown
+OTHERS = "megatron-2023", "overlapped", "megascale", "deepseek"  # stacks tried too; the last for experts
+FRONT = 10  # rows shown
 
 
 def plan(
@@ -98,51 +97,13 @@ def plan(
 
 
 def write(best: list[Prediction], writer, out: Path | None) -> None:
-    """The best that the system can express, with what it leaves to code; and what it has no word for."""
-    refused = ""
-    for number, one in enumerate(best, start=1):
-        job = Job(one.run.strategy, one.run.model, one.run.batch, one.run.length)
-        node = (one.run.machine.devices_per_node, one.run.stack) if writer is megatron else ()
-        try:
-            written = writer.write(job, *node)
-            break
-        except ValueError as error:
-            refused = refused or f"1: {error}"
-    else:
-        raise ValueError(f"none of the {len(best)} fastest can be written. {refused}")
-    text, notes, in_code = (written, [], {}) if writer is training_job else written
-    if refused:
-        echo(f"{refused}\nwritten is {number}, {one.step_s / best[0].step_s - 1:.1%} slower than 1", err=True)
-    places = dict.fromkeys(writer.IN_CODE[name] for name in in_code)
-    for note in (*notes, *(f"the rest is said in {place}" for place in places)):
+    text, notes = written(best, writer)
+    for note in notes:
         echo(note, err=True)
     if out:
         out.write_text(text)
         text = f"written to {out}\n"
     echo(text, nl=False)
-
-
-def read(path: Path, task: Task) -> tuple[Job, dict]:
-    """What another system's file says, of the task's model, and its options that no plan says. Its kind is
-    known by its text."""
-    if not path.is_file():
-        raise ValueError(f"compare={path}: no such file; give a plan.json, a configuration or a command")
-    text, model, rest = path.read_text(errors="replace"), task.model, {}
-    sizes = {name: getattr(model, name) for name in MODEL}
-    sizes |= {name: getattr(model.experts, name) for name in EXPERTS} if model.experts else {}
-    if path.suffix == ".toml":
-        job, rest = torchtitan.read(text, sizes)
-    elif not text.lstrip().startswith("{"):
-        job, rest = megatron.read(text)
-    elif '"format"' in text:
-        job = training_job.read(text)
-    else:
-        job, rest = deepspeed.read(text, sizes | {"length": task.length})
-    said = "{1} ranks, {2} rows of {3} tokens, {0.num_layers} x {0.d_model}, {0.num_heads} heads"
-    found = said.format(job.model, job.strategy.ranks, job.rows, job.length)
-    if found != (wanted := said.format(model, task.ranks, task.batch, task.length)):
-        raise ValueError(f"{path} is for {found}, this plan for {wanted}; ask for the same")
-    return job, rest
 
 
 def table(predictions: list[Prediction]) -> str:

@@ -29,7 +29,6 @@ from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.layers import Dropout, naive_attention
 from minitrain.model.mixture import mixtures
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.moe.router import visits_in_turn
 from minitrain.pipeline.deferred import Deferred
 from minitrain.plan.predict.predicted_pipeline import splits
 from minitrain.plan.predict.work import Collective, Layer, Operator, Pass, Work
@@ -38,6 +37,7 @@ from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.torch_private import in_backward
+from minitrain.systems.moe.two_level import scattered
 
 MATTERS = "tp cp ep ep_node ep_chunks ep_travel ep_shadow sequence_parallel overlap recompute".split()
 MATTERS += "recompute_partition core layout inner ulysses precision products".split()
@@ -182,35 +182,17 @@ def _work(run, ledger: Ledger, all_marks: _Marks, microbatch: int, later: list[t
             high = max(0, most(start, end) - before[number] - kept[number])
             ways[way, number] = _pass(events[start:end], high, _gradients(run.model.layers[number]))
     ways["backward", head] = ways["loss", head].then(ways["backward", head])
-    layers, copies = [], _copies(run.config, run.strategy)
+    layers, scatter = [], partial(scattered, config=run.config, strategy=run.strategy)
     for number, layer in enumerate(run.model.layers):
         shared = run.config.tied * run.model.layers[0].tokens.numel() if number in (0, head) else 0
         weights, waiting = later[number]
         backward = ways["backward", number].then(weights)
         sizes = kept[number], sum(param.numel() for param in layer.parameters()), shared, waiting
-        passes = (_scattered(one, copies) for one in (ways["forward", number], backward))
+        passes = map(scatter, (ways["forward", number], backward))
         layers.append(Layer(*passes, weights, *sizes))
     experts = [param for layer in mixtures(run.model.layers) for param in layer.experts.parameters()]
     dealt = sum(param.numel() for param in experts)
     return Work(*layers, boundary_bytes=all_marks.boundary_bytes, expert_parameters=dealt)
-
-
-def _copies(config: GPTConfig, strategy: Strategy) -> float:
-    """To how many nodes a token goes, for one to which it goes in a dry run, where its experts are neighbours:
-    those that chance picks, or the router's limit."""
-    c, nodes = config.experts, strategy.ep // strategy.ep_node
-    if c is None or strategy.ep_node == 1:
-        return 1.0
-    limit = (c.node_limit or c.route_nodes) * max(1, nodes / c.route_nodes)
-    turn = c.num_experts // gcd(c.top_k, c.num_experts)
-    here = sum(visits_in_turn(1, turn, c.top_k, c.num_experts, nodes)) / turn
-    return min(limit, nodes * (1 - (1 - 1 / nodes) ** c.top_k)) / here
-
-
-def _scattered(one: Pass, copies: float) -> Pass:
-    more = lambda sent: replace(sent, payload_bytes=round(sent.payload_bytes * copies))
-    sent = (more(each) if each.axis == "ep_across" else each for each in one.collectives)
-    return replace(one, collectives=tuple(sent))
 
 
 def _pass(events: list, high_bytes: int = 0, weights: frozenset[int] = frozenset()) -> Pass:

@@ -6,8 +6,8 @@
     pareto(search(task, work_of))                     those that are slower need less memory
 
 `layouts` are sizes of tp, pp, cp and dp, and for each: rows of a microbatch, stage of ZeRO, schedule, what is
-computed again. Experts on more than a node are reached node by node (ep_node). One fits if its predicted bytes
-are at most `room` of the device's memory less RESERVED: the rest is for workspaces and holes. All are predicted;
+computed again. Experts on several nodes are reached node by node. One fits if its predicted bytes are at most
+`room` of the device's memory less RESERVED: the rest is for workspaces and holes. All are predicted;
 systems/plan/search looks at less, of larger spaces.
 """
 

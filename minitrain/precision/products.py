@@ -18,7 +18,8 @@ is quantised again in every microbatch, zero-bubble schedules put no dW off, flo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,6 +99,10 @@ class Scales(nn.Module):
 
     def quantized(self, role: str, x: Tensor, blocks: Blocks, dims: str, cast=quantize) -> Quantized:
         """x [.., R, C] whose dims are called so. Role "": a copy of what has been seen."""
+        with as_one_kernel(cast_of(role, x, blocks)):
+            return self._quantized(role, x, blocks, dims, cast)
+
+    def _quantized(self, role: str, x: Tensor, blocks: Blocks, dims: str, cast: Callable) -> Quantized:
         delayed = self.steps and role in ROLES
         if not delayed and not self.shared(blocks, dims):
             return cast(x, blocks, fill=True)
@@ -150,13 +155,26 @@ def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) ->
         if all(size % 16 == 0 for size in (*b.shape, a.codes.numel() // a.shape[-1])) and a.codes.numel():
             return by_kernel(a, b, dtype)
     exact = torch.promote_types(dtype, torch.float32)
-    if both:
-        collectives.announce("kernel", kernel_of(a, b, dtype))  # an account has what it would be
-    try:
+    with as_one_kernel(kernel_of(a, b, dtype) if both else None):
         left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
         return (left @ right.mT).to(dtype)
+
+
+@contextmanager
+def as_one_kernel(kernel: tuple | None) -> Iterator[None]:
+    """An account has what it would be."""
+    collectives.announce("kernel", kernel)
+    try:
+        yield
     finally:
         collectives.announce("kernel", None)
+
+
+def cast_of(role: str, x: Tensor, blocks: Blocks) -> tuple:
+    """Numbers read, codes written."""
+    written = -(-x.numel() * blocks.format.bits // 8)
+    name = "cast_weight" if role == "weight" else "cast"
+    return name, 0, x.nbytes + written, "", "", (), written
 
 
 def kernel_of(a: Quantized, b: Quantized, dtype: torch.dtype) -> tuple:

@@ -71,7 +71,9 @@ def test_each_layout_is_there_once():
 def test_limits_and_what_a_task_is_by_itself():
     task = Task(MODEL, NODE, 4, 8, 512)
     assert (task.room, task.precision, task.stack) == (0.9, "bfloat16_main_grads", STACKS["overlapped"])
-    assert task.room_bytes == 0.9 * (79.14 * 2**30 - 2e9) and {s.precision for s in layouts(task)} == {task.precision}
+    assert task.room_bytes == 0.9 * (79.14 * 2**30 - 2e9) and {s.precision for s in layouts(task)} == {
+        task.precision
+    }
     rows = {64 // (s.dp * s.microbatches) for s in layouts(small(batch=64))}
     assert rows == {1, 2, 4, 8}, "eight rows at most"
     deep = replace(MODEL, num_layers=32)

@@ -123,10 +123,9 @@ def longest(layout: Layout, costs: Costs) -> Counts:
 @lru_cache(maxsize=1 << 12)
 def pairs(layout: Layout) -> Counts:
     """How many of LAYERS all ranks run in pairs."""
-    first = KINDS.index("P") * len(LAYERS)
-    columns = range(first, first + len(LAYERS))
-    count = lambda cast: tuple(sum(cast.passes[role][at] for role in cast.roles) for at in columns)
-    return in_steady_state(layout, lambda some: count(_cast(some))) if layout.hides else (0.0,) * len(LAYERS)
+    own = slice(KINDS.index("P") * len(LAYERS), -1)
+    of = lambda cast: tuple(map(sum, zip(*(cast.passes[role][own] for role in cast.roles))))
+    return in_steady_state(layout, lambda some: of(_cast(some))) if layout.hides else ()
 
 
 def in_steady_state(layout: Layout, counted: Callable[[Layout], Counts]) -> Counts:
@@ -195,17 +194,12 @@ class _Cast:  # what a schedule's entries are made of: those alike have one role
                 for layer, number in enumerate(self.layout.stages[stage], start=first):
                     counts[layer] += number / self.layout.slices
                 counts[-1] += sent
-        for layer, number in enumerate(self.paired(actions)):
-            for kind, change in zip("FBP", (-number, -number, number)):
-                counts[KINDS.index(kind) * len(LAYERS) + layer] += change
+        stages = {stage: kind for kind, stage, _ in actions}
+        if self.layout.hides and {*stages.values()} == {"F", "B"}:  # a pair, not of one stage
+            for layer, number in enumerate(map(min, *(self.layout.stages[stage] for stage in stages))):
+                for kind, change in zip("FBP", (-number, -number, number)):
+                    counts[KINDS.index(kind) * len(LAYERS) + layer] += change
         return tuple(counts)
-
-    def paired(self, actions: tuple) -> tuple[int, ...]:
-        """How many of LAYERS pass forward beside a backward, on two stages."""
-        stages = {stage for _, stage, _ in actions}
-        if not self.layout.hides or {kind for kind, *_ in actions} != {"F", "B"} or len(stages) == 1:
-            return ()
-        return tuple(map(min, *(self.layout.stages[stage] for stage in stages)))
 
 
 _cast = lru_cache(maxsize=1 << 8)(_Cast)

@@ -27,7 +27,7 @@ from operator import mul
 from minitrain.plan.accounting import flops_per_token
 from minitrain.plan.predict.predicted_memory import elements_of, memory_of
 from minitrain.plan.predict.predicted_pipeline import KINDS, Costs, Layout, edges, layout_of, makespan, pairs
-from minitrain.plan.predict.rates import AXES, NAMES, Place, Rates, Times, generation, kind_of, layers_s, rates_of
+from minitrain.plan.predict.rates import AXES, NAMES, Place, Rates, Times, generation, layers_s, rates_of
 from minitrain.plan.predict.training_run import TrainingRun
 from minitrain.plan.predict.work import LAYERS, Work, WorkOf
 from minitrain.plan.strategy import Strategy
@@ -66,7 +66,7 @@ class Prediction:
             found.append("experts: as if tokens were spread evenly")
         if run.strategy.offload != "none":
             found.append("offload: copies to the host are not timed")
-        if (whose := generation(run.machine)) != kind_of(run.machine):
+        if not run.machine.device.name.startswith(whose := generation(run.machine)):
             found.append(f"{run.machine.device.name}: at the shares of its peaks that an {whose} reaches")
         if run.strategy.slices > 1:
             found.append("slices: as if each took as long")
@@ -109,9 +109,8 @@ def _without_bubble(
         for name, time in times.parts.items():
             parts[name] += number * share * time
         parts["recomputation"] += number * share * times.passes[KINDS.index("R")] * layout.again
-    for number, times in zip(pairs(layout), layers):
-        forward, backward, *_, both = times.passes
-        parts["ep"] -= number / layout.p * (forward + backward - both)
+    hidden = ((times.passes[0] + times.passes[1] - times.passes[-1]) / layout.p for times in layers)
+    parts["ep"] -= sum(map(mul, pairs(layout), hidden))
     parts["p2p"] = 2 * (len(layout.stages) - 1) * share * message_s * blocking
     return parts, Costs(tuple(passes), message_s, blocking)
 

@@ -48,9 +48,10 @@ class Rates:  # shares of datasheet rates, from 0 to 1, and what starting costs
 
 
 PLAIN = Rates()
-# `experts`: DeepEP's table (docs/legacy.md), 64 ranks: 50 to 51 GB/s at cards of 50, of which 1/8 stays at home
-START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5, tile=128, k0=128, experts=0.88)
-RATES = replace(START, products=0.76, network=0.3, products_8_bits=0.68)
+START = Rates(products=0.8, attention=0.6, memory=0.8, nvlink=0.75, network=0.5, tile=128, k0=128)
+# `experts`: DeepEP's table (docs/legacy.md), 64 ranks: 50 GB/s at cards of 50, of which 1/8 does not leave.
+START = replace(START, experts=0.88)
+RATES = replace(START, products=0.76, network=0.3, products_8_bits=0.55)
 # By generation, and whether the software fuses operators: benchmarks/predictions.py, CALIBRATION.
 CALIBRATED = {
     ("A100", True): RATES,
@@ -64,12 +65,8 @@ AXES = ("tp", "cp", "ep")
 
 
 def generation(machine: Machine) -> str:
-    """Whose calibration holds for its device, or is taken for want of its own."""
-    return GENERATION.get(kind_of(machine), "A100")
-
-
-def kind_of(machine: Machine) -> str:
-    return machine.device.name.partition(" ")[0]
+    """Whose calibration holds for its device, or is taken where no run of its own fixes one."""
+    return GENERATION.get(machine.device.name.partition(" ")[0], "A100")
 
 
 def rates_of(machine: Machine, stack: Stack) -> Rates:
@@ -144,6 +141,8 @@ def seconds(operators: Iterable[Operator], at: Place) -> dict[str, float]:
             found[kind] += max(_arithmetic(operator, at), operator.bytes / rate)
         elif operator.accumulates and at.stack.adds_in_products:
             continue
+        elif operator.name == "cast_weight" and at.stack.keeps_codes:
+            continue  # once per step, of many microbatches
         elif norm or not at.stack.fused:
             moved += operator.bytes
         else:
@@ -169,8 +168,8 @@ def _arithmetic(operator: Operator, at: Place) -> float:
 
 
 class Times(NamedTuple):
-    """Seconds of one layer: by KINDS (F, B, I, W, R, P), and F and B together by part. `on_wires`: of F and B,
-    those in which their own transfers have a rank's links inside the node, and its share of the cards."""
+    """Seconds of one layer: by KINDS, and F and B together by part. `on_wires`: of F and B, those in which
+    their own transfers have a rank's links inside the node, and its share of the cards."""
 
     passes: tuple[float, ...]
     parts: dict[str, float]
@@ -190,9 +189,9 @@ def _times(layer: Layer, at: Place, again: bool) -> Times:
     f, b, w = (sum(one_pass.values()) for one_pass in (forward, backward, weights))
     parts = {name: forward[name] + backward[name] for name in forward} | {"recomputation": f * again}
     sent = tuple(on_wires(one_pass, at) for one_pass in passes[:2])
-    whole = f + b + f * again
-    pair = max(whole - parts["ep"], parts["ep"])
-    return Times((f, b + f * again, b + f * again - w, w, f, pair), parts, sent)
+    again_s = f * again
+    pair = max(f + b + again_s - parts["ep"], parts["ep"])
+    return Times((f, b + again_s, b + again_s - w, w, f, pair), parts, sent)
 
 
 def _pass(one_pass: Pass, at: Place) -> dict[str, float]:

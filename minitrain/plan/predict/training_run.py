@@ -19,6 +19,7 @@ class Stack:  # what a software makes of a layout; the defaults are Megatron-LM'
     name: str = "megatron-2021"
     fused: bool = True  # chains of elementwise operators are one pass through memory
     adds_in_products: bool = False  # products of weights' gradients add to those of microbatches before
+    keeps_codes: bool = False  # low-bit codes of weights are made once per step, not in each microbatch
     flash: bool = False  # attention is one kernel; else scores are written out
     p2p_overlapped: bool = False  # a message between stages takes no time of its ranks
     scattered: bool = True  # where tp ranks have the same activations, each sends a part, gathered after it
@@ -37,7 +38,7 @@ class Stack:  # what a software makes of a layout; the defaults are Megatron-LM'
 
 
 _MEGATRON = Stack()
-_2023 = Stack("megatron-2023", flash=True, adds_in_products=True)
+_2023 = Stack("megatron-2023", flash=True, adds_in_products=True, keeps_codes=True)
 _HIDDEN = dict(p2p_overlapped=True, dp_overlapped=True)
 _OURS = Stack("minitrain", fused=False, flash=True, scattered=False, **_HIDDEN)
 STACKS = {

@@ -13,17 +13,22 @@ k weights, with their gradients. Flat, a token crosses once for each expert. Ins
 all_to_all: n - g messages of S/n bytes to other nodes become N - 1 of g·S/n; S (g-1)/g travel inside.
 DeepSeek-V3 2024 (arXiv:2412.19437, section 3.2.2); Hwang et al. 2022 (Tutel's 2DH, arXiv:2206.03382).
 Differs: no overlap of the levels; a copy enters at the sender's own place. In a dry run the k experts of a
-token are neighbours, on as few nodes as can be; real routers scatter, and more crosses.
+token are neighbours, on as few nodes as can be; `scattered` makes of its bytes those of a real router.
 """
 
+from dataclasses import replace
 from functools import partial
+from math import gcd
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.model.config import GPTConfig
 from minitrain.moe.dispatch import AllToAll, Dispatch, Meanwhile, combined
-from minitrain.moe.router import NOWHERE, Routing
+from minitrain.moe.router import NOWHERE, Routing, visits_in_turn
+from minitrain.plan.predict.work import Pass
+from minitrain.plan.strategy import Strategy
 from minitrain.ranks import collectives
 
 
@@ -86,3 +91,22 @@ def two_level_all_to_all(x: Tensor, across: ProcessGroup, inside: ProcessGroup) 
     met = collectives.all_to_all(blocks.transpose(0, 1).flatten(0, 2), inside)  # by place of the sender, node
     met = met.unflatten(0, (g, nodes, -1)).transpose(0, 1).flatten(0, 2)
     return collectives.all_to_all(met, across)  # by node of the sender, place
+
+
+def copies(config: GPTConfig, strategy: Strategy) -> float:
+    """To how many nodes a token goes: those of k experts that chance picks, at most the router's limit."""
+    c, nodes = config.experts, strategy.ep // strategy.ep_node
+    limit = (c.node_limit or c.route_nodes) * max(1, nodes / c.route_nodes)
+    return min(limit, nodes * (1 - (1 - 1 / nodes) ** c.top_k))
+
+
+def scattered(one: Pass, config: GPTConfig, strategy: Strategy) -> Pass:
+    """A dry run's pass through a layer, with what a real router sends between nodes."""
+    if config.experts is None or strategy.ep_node == 1:
+        return one
+    experts, k, nodes = config.experts.num_experts, config.experts.top_k, strategy.ep // strategy.ep_node
+    tokens = experts // gcd(k, experts)
+    times = copies(config, strategy) * tokens / sum(visits_in_turn(1, tokens, k, experts, nodes))
+    more = lambda sent: replace(sent, payload_bytes=round(times * sent.payload_bytes))
+    sent = (more(each) if each.axis == "ep_across" else each for each in one.collectives)
+    return replace(one, collectives=tuple(sent))

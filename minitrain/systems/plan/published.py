@@ -6,12 +6,12 @@ A row partly from memory says which fields (`unsure`). No torch.
 """
 
 import csv
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from minitrain.model.config import GPTConfig
-from minitrain.plan.predict.training_run import STACKS, TrainingRun
+from minitrain.model.config import GPTConfig, presets
+from minitrain.plan.predict.training_run import STACKS, Stack, TrainingRun
 from minitrain.plan.simulate.machines import machine
 from minitrain.plan.strategy import Strategy
 
@@ -28,6 +28,9 @@ class Published:  # a run whose step time was published
     name = property(lambda self: self.run.name)
 
 
+_TITAN = Stack("torchtitan", flash=True, each_microbatch=True, p2p_overlapped=True, dp_overlapped=True)
+_TITANS = _TITAN, replace(_TITAN, name="torchtitan-async", tp_overlapped=True)
+BY_NAME = STACKS | {stack.name: stack for stack in _TITANS}  # those that the planner has, and torchtitan's
 # By the first word of a row's name: publication, stacks without and with overlapped dp, what is from memory.
 _DEEPSPEED = ("megatron-deepspeed", "megatron-deepspeed")
 _LAYOUT = ("zero", "grad_bytes", "dp_overlap", "tp", "mbs")
@@ -43,7 +46,12 @@ PUBLICATIONS = {
     "GLM-130B": ("GLM-130B 2022", _DEEPSPEED, _LAYOUT),
     "GPT-NeoX-20B": ("GPT-NeoX 2022", _DEEPSPEED, (*_LAYOUT, "machine")),
     "Foundry": ("MosaicML 2023", ("fsdp", "fsdp"), ()),
-    "NeMo": ("NeMo 2024", ("megascale", "megascale"), ("zero", "grad_bytes", "h", "L", "ffn")),
+    # Its rows are eager, compiled and, in 8 bits, with asynchronous tensor parallelism.
+    "Titan-A100": ("torchtitan 2024", ("fsdp", "fsdp"), ()),
+    "Titan-H100": ("torchtitan 2024", ("torchtitan", "torchtitan-async"), ("machine",)),
+    "Bridge": ("Megatron-Bridge 2025, Blackwell", ("megascale", "megascale"), ("zero", "recompute")),
+    "DeepSeek-V3": ("DeepSeek-V3 2024", ("deepseek", "deepseek"), ("recompute",)),
+    "NeMo": ("NeMo 2024", ("megascale", "megascale"), ("zero", "h", "L", "ffn")),
 }
 
 
@@ -54,7 +62,8 @@ def published() -> tuple[Published, ...]:
 
 
 def _row(row: dict[str, str]) -> Published:
-    n = {key: int(value) for key, value in row.items() if value.isdigit()}
+    n = {key: int(value) for key, value in row.items() if value and value.isdigit()}
+    more = dict(each.split("=") for each in (row["more"] or "").split())
     publication, stacks, unsure = PUBLICATIONS[row["name"].split()[0]]
     microbatches = n["gbs"] // (n["dp"] * n["mbs"])
     strategy = dict(dp=n["dp"], pp=n["pp"], cp=n["cp"], tp=n["tp"], zero=n["zero"], microbatches=microbatches)
@@ -62,9 +71,10 @@ def _row(row: dict[str, str]) -> Published:
     strategy |= dict(schedule="interleaved", chunks=n["v"]) if n["v"] > 1 else {}
     strategy |= dict(core="gathered") if n["cp"] > 1 else {}
     strategy |= dict(precision="bfloat16_main_grads" if n["grad_bytes"] == 4 else "bfloat16")
-    strategy |= dict(products=row["products"])
-    stack = STACKS[stacks[n["dp_overlap"]]]
-    model, on = _model(row, n), machine(row["mach"])
+    strategy |= dict(products=row["products"]) | {name: int(n) for name, n in more.items() if n.isdigit()}
+    strategy |= {name: more[name] for name in ("schedule",) if name in more}
+    stack = BY_NAME[stacks[n["dp_overlap"]]]
+    model, on = presets[more["preset"]] if more else _model(row, n), machine(row["mach"])
     run = TrainingRun(model, Strategy(**strategy), on, n["gbs"], n["s"], stack, row["name"])
     return Published(run, float(row["step_s"]), publication, unsure)
 
