@@ -97,6 +97,9 @@ def test_experts_are_dealt_out_over_what_divides_them():
     model = replace(MODEL, experts=ExpertsConfig(4, 2))
     found = {(s.dp, s.ep) for s in layouts(small(model=model, ranks=8, batch=8))}
     assert {ep for dp, ep in found if dp == 8} == {1, 2, 4}
+    two = [s for s in layouts(small(model=model, ranks=8, batch=8)) if s.ep == 4 and s.pp == s.tp == 1]
+    assert {s.ep_node for s in two} == {2}, "nodes of two: a row crosses to each once"
+    assert "dualpipe" in {s.schedule for s in layouts(small(model=model, ranks=8, batch=32))}
 
 
 def test_of_equally_fast_layouts_the_smallest_comes_first(monkeypatch):

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from minitrain.model.config import GPTConfig
+from minitrain.model.config import ExpertsConfig, GPTConfig
+from minitrain.pipeline.schedule import parts as parts_of
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
 from minitrain.pipeline.schedules_by_name import named
 from minitrain.pipeline.simulate import simulate
@@ -283,3 +284,24 @@ def test_experts_are_summed_over_the_ranks_that_have_the_same():
     found, at = once("megatron-2021", 0, work, dp=4, ep=2)
     everywhere = at.travel_s("all_reduce", (ELEMENTS - 4 * 600_000) * G, (0, 1, 2, 3))
     assert found["dp"] == pytest.approx(everywhere + at.travel_s("all_reduce", 4 * 600_000 * G, (0, 2)))
+
+
+def test_of_a_pair_each_half_hides_what_the_other_sends_to_experts():
+    """Counted entry by entry; a transfer that is longer than all that is computed stays, less that."""
+    at = place("megascale", dp=2, pp=2, ep=2)
+    for payload, hidden in ((1_000_000, None), (1 << 44, 8.0)):  # a block's F and B compute 8 seconds
+        sent = Collective("all_to_all", "ep", (0, 1), payload)
+        both = (replace(one, collectives=(sent,)) for one in (WORK.block.forward, WORK.block.backward))
+        work = replace(WORK, block=replace(WORK.block, **dict(zip(("forward", "backward"), both))))
+        model = replace(MODEL, experts=ExpertsConfig(4, 2))
+        sizes = dict(dp=2, ep=2, pp=2, schedule="dualpipe", microbatches=8, model=model)
+        run, each = run_of("megascale", 16, **sizes), at.travel_s("all_to_all", payload, (0, 1))
+        schedule, blocks = named("dualpipe", 2, 8), 0
+        layout = layout_of(model, run.strategy)
+        for entry in (entry for rank in schedule.ranks for entry in rank):
+            halves = [layout.stages[one.stage][1] for one in parts_of([entry])]
+            blocks += min(halves) if len(halves) == 2 else 0
+        expected = 8 * 4 * 2 * each - blocks * min(2 * each, hidden or 2 * each)
+        assert blocks and predict(run, lambda *_: work, PLAIN).parts["ep"] == pytest.approx(expected / 2)
+    kernels = place("deepseek", dp=2, ep=2)
+    assert kernels.carried_s(sent, 1 << 44) == pytest.approx(0.75 * each, rel=1e-4), "8 bits there, 16 back"

@@ -361,10 +361,11 @@ def rows(*names):
 
 def test_the_table_is_all_there_with_its_doubts():
     table = published()
-    assert len(table) == 124 and len({row.publication for row in table}) == 11
+    assert len(table) == 144 and len({row.publication for row in table}) == 14
     assert all(row.run.strategy.ranks >= 8 and row.step_s > 0 for row in table)
     assert {row.publication for row in table if row.unsure} == {
         "Llama 3 2024", "OPT 2022", "GLM-130B 2022", "GPT-NeoX 2022", "BLOOM 2022", "NeMo 2024",
+        "torchtitan 2024", "Megatron-Bridge 2025, Blackwell", "DeepSeek-V3 2024",
     }  # fmt: skip
     gpt3 = rows("Nar21 T2 175B/384")[0].run
     assert (gpt3.strategy.ranks, gpt3.strategy.microbatches, gpt3.microbatch) == (384, 384, 1)
@@ -386,8 +387,9 @@ def test_known_rows_are_within_a_tenth_and_each_term_matters():
 HELD_OUT = (
     "Foundry H100 3b 2048 x16",
     "Foundry A100 70b 2048 x64",
-    "NeMo LLAMA3-70B_pp8",
+    "NeMo LLAMA3-405B",
     "Llama3 405B 16384 cp1",
+    "DeepSeek-V3",
 )
 
 
@@ -402,6 +404,8 @@ def test_rates_are_of_the_generation_and_the_kind_of_software():
     v100 = replace(h100.run.strategy, precision="float16")
     other = replace(h100.run, machine=machine("v100"), strategy=v100)
     assert "an A100 reaches" in predict(other, work_of).limits[-1]
+    newer = [replace(h100.run, machine=machine(name)) for name in ("h200", "b200")]
+    assert all("an H100 reaches" in predict(run, work_of).limits[-1] for run in newer)
 
 
 def test_products_in_8_bits_are_timed_at_their_own_peak():

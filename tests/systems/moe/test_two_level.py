@@ -7,13 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from minitrain import collectives, launch
+from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import NOWHERE
+from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import transport
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.moe.two_level import TwoLevelDispatch, two_level_all_to_all
+from minitrain.systems.moe.two_level import TwoLevelDispatch, copies, two_level_all_to_all
 from tests.moe.by_token import experts_of, grads_of, numbers, tokens_of
 
 N, D, WIDE, E = 24, 6, 10, 8
@@ -168,3 +170,14 @@ def test_two_level_all_to_all():
         assert flat == [size // n] * (n - g)
         assert two_level == [g * size // n] * (n // g - 1)
         assert within == size * (g - 1) // g
+
+
+def test_copies_are_those_of_a_router_of_random_scores():
+    """Nodes that its tokens visit, counted; DeepSeek-V3's go to its limit of four."""
+    scores = torch.rand(4096, 64, generator=torch.Generator().manual_seed(1))
+    for k, nodes in ((2, 4), (8, 8)):
+        model = GPTConfig(experts=ExpertsConfig(64, k))
+        chosen = router.top_k(scores, k).experts * nodes // 64
+        visited = sum(len(set(row)) for row in chosen.tolist()) / len(chosen)
+        assert copies(model, Strategy(dp=16, ep=16, ep_node=16 // nodes)) == pytest.approx(visited, rel=0.04)
+    assert copies(presets["deepseek-v3"], Strategy(dp=64, ep=64, ep_node=8)) == 4
