@@ -10,11 +10,11 @@ from typer import Argument, Option, echo
 from minitrain.model.config import GPTConfig, meant, presets
 from minitrain.model.training.flags import chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.plan.predict.rates import calibrated
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES, Machine
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_ints
+from minitrain.systems.simulate.replay import calibrated
 
 
 def among(*known: dict) -> Callable[[str], list[str]]:

@@ -69,7 +69,7 @@ def test_without_a_file_the_text_is_printed():
         "small on 2 x A100 SXM 80GB, 4 x 64 tokens per step; stack overlapped (overlaps dp and pp; kernels fused)\n\n"
     )
     assert len(re.findall(r"^[1-9] +\d", said, re.M)) == 5, "five, unless told"
-    assert "; room for 72 GB; 1: " in said and "2 is " in said and "3 is " not in said
+    assert "; room for 75 GB; 1: " in said and "2 is " in said and "3 is " not in said
     job = training_job.read(said[said.index("{") :])
     assert (job.rows, job.length, job.strategy.ranks) == (4, 64, 2)
     said = plan("--emit", "megatron")

@@ -27,8 +27,8 @@ def small(**changes) -> Task:
 
 
 def memory_of(size: float, at=NODE):
-    """The machine with devices of so many bytes."""
-    return replace(at, device=replace(at.device, memory_bytes=size))
+    """The machine with devices of so many bytes beside what is reserved."""
+    return replace(at, device=replace(at.device, memory_bytes=size + planner.RESERVED))
 
 
 def test_the_layouts_are_those_of_four_loops():
@@ -153,7 +153,8 @@ def test_what_fits_nowhere_says_by_how_much_and_what_would_do(everything):
         search(small(machine=memory_of(least * 0.8), room=1.0), work_of)
     said = str(error.value)
     assert f"{least / 1e9:.1f} GB on a rank at least" in said and "\n" not in said
-    room = f"{least * 0.8 / 1e9:.1f} GB are 100% of {NODE.device.name}"
+    whole = f"{NODE.device.name}'s {least * 0.8 / 1e9 + 2:.1f} GB less 2 in reserve"
+    room = f"{least * 0.8 / 1e9:.1f} GB are 100% of {whole}"
     assert f"{room}, {least * 0.2 / 1e9:.1f} GB too little; use more ranks" in said
 
 

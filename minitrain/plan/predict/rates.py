@@ -73,15 +73,6 @@ def rates_of(machine: Machine, stack: Stack) -> Rates:
     return CALIBRATED[generation(machine), stack.fused]
 
 
-def calibrated(machine: Machine, stack: Stack) -> Machine:
-    """The machine as a replay takes it, with the shares that runs of such a software reach."""
-    rates = rates_of(machine, stack)
-    shares = dict(compute_efficiency=rates.products, memory_efficiency=rates.memory)
-    faster = machine.intra.bandwidth_bytes_per_s * rates.nvlink / rates.network
-    inside = replace(machine.intra, bandwidth_bytes_per_s=faster)  # of which `network` then is nvlink
-    return replace(machine, intra=inside, network_efficiency=rates.network, **shares)
-
-
 class Place(NamedTuple):
     machine: Machine
     stack: Stack

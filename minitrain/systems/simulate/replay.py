@@ -21,9 +21,12 @@ that wait for no receiver; what a group that leaves the node sends inside it, be
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import count
 
+from minitrain.plan.predict.rates import rates_of
+from minitrain.plan.predict.training_run import Stack
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import Machine
 from minitrain.ranks.checks import require_nonempty
@@ -45,6 +48,15 @@ def replay(
     cheapest; `launch_s` is the dead time before each operator; without `sharing` each group has its wires.
     ValueError, naming rank, collective, line, where ranks do not issue the same in the same order."""
     return _Player(events_by_rank, machine, dtype, algorithms or {}, launch_s, sharing).play()
+
+
+def calibrated(machine: Machine, stack: Stack) -> Machine:
+    """A machine that reaches what runs of such a software reach."""
+    rates = rates_of(machine, stack)
+    shares = dict(compute_efficiency=rates.products, memory_efficiency=rates.memory)
+    faster = machine.intra.bandwidth_bytes_per_s * rates.nvlink / rates.network
+    inside = replace(machine.intra, bandwidth_bytes_per_s=faster)  # of which `network` then is nvlink
+    return replace(machine, intra=inside, network_efficiency=rates.network, **shares)
 
 
 class _Transfer:  # a collective or message on its way; a copy has no stream, and its end is known at once

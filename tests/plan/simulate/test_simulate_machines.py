@@ -75,6 +75,7 @@ b200           B200 SXM 180GB     2250   191.5  8.00     8  NVLink 5            
 gb200          GB200 186GB        2500   197.9  8.00    72  NVLink 5            900  72 x InfiniBand NDR     50  18.0x
 mi300x         MI300X 192GB     1307.4   205.8  5.30     8  Infinity Fabric 4   448  8 x InfiniBand NDR      50   9.0x
 jean-zay       A100 SXM 80GB       312    85.0  2.04     8  NVLink 3            300  4 x Omni-Path         6.25  48.0x
+grand-teton    H100 SXM 96GB     989.5    96.0  2.40     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
 neox           A100 SXM 40GB       312    42.3  1.55     8  NVLink 3            300  4 x InfiniBand HDR    12.5  24.0x
 ascend910      Ascend 910          256    32.0  1.20     4  HCCS                 90  4 x 100G Ethernet     12.5   7.2x
 """
@@ -101,6 +102,7 @@ def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
         "A100 SXM 80GB": (2039, 108, ampere),
         "A800 SXM 80GB": (2039, 108, ampere),
         "H100 SXM 80GB": (3350, 132, hopper),
+        "H100 SXM 96GB": (2400, 132, hopper),
         "H800 SXM 80GB": (3350, 132, [1, *hopper[1:]]),
         "H200 SXM 141GB": (4800, 132, hopper),
         "B200 SXM 180GB": (8000, 148, [37, 75, 1125, 2250, 4500]),
