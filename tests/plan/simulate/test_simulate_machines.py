@@ -90,25 +90,13 @@ def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
     peaks = {name: [peak(device, dtype) for dtype in dtypes] for name, device in DEVICES.items()}
     ampere, hopper = [19.5, 19.5, 156, 312, 0], [67, 67, 494.5, 989.5, 1979]
     datasheets = {
-<<<<<<< HEAD
         "V100 SXM2 32GB": (900, 80, [7.8, 15.7, 0, 0, 0]), "V100 PCIe 16GB": (900, 80, [7, 14, 0, 0, 0]),
         "A100 SXM 40GB": (1555, 108, ampere), "A100 SXM 80GB": (2039, 108, ampere),
         "A800 SXM 80GB": (2039, 108, ampere), "H100 SXM 80GB": (3350, 132, hopper),
         "H800 SXM 80GB": (3350, 132, [1, *hopper[1:]]), "H200 SXM 141GB": (4800, 132, hopper),
-=======
-        "V100 SXM2 32GB": (900, 80, [7.8, 15.7, 0, 0, 0]),
-        "V100 PCIe 16GB": (900, 80, [7, 14, 0, 0, 0]),
-        "A100 SXM 40GB": (1555, 108, ampere),
-        "A100 SXM 80GB": (2039, 108, ampere),
-        "A800 SXM 80GB": (2039, 108, ampere),
-        "H100 SXM 80GB": (3350, 132, hopper),
-        "H100 SXM 96GB": (2400, 132, hopper),
-        "H800 SXM 80GB": (3350, 132, [1, *hopper[1:]]),
-        "H200 SXM 141GB": (4800, 132, hopper),
-        "B200 SXM 180GB": (8000, 148, [37, 75, 1125, 2250, 4500]),
+        "H100 SXM 96GB": (2400, 132, hopper), "B200 SXM 180GB": (8000, 148, [37, 75, 1125, 2250, 4500]),
         "GB200 186GB": (8000, 152, [40, 80, 1250, 2500, 5000]),
         "MI300X 192GB": (5300, 304, [163.4, 163.4, 653.7, 1307.4, 2614.9]),
->>>>>>> c7934228 (Predictions: what a card really holds, Blackwell and MI300X, what the host keeps, experts over nodes behind a pair's other half)
         "Ascend 910": (1200, 32, [0] * 5),
     }  # fmt: skip
     assert {name: (*figures[name], peaks[name]) for name in DEVICES} == datasheets
