@@ -23,7 +23,7 @@ from tests.layouts import (
 )
 from tests.pretend import needs_pretended
 
-SEED, DRAWS = 1234, 16
+SEED, DRAWS = 1234, 12
 CONFIG = GPTConfig(
     vocab_size=29, d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16, tied=True,
     dropout=0.1,
