@@ -214,7 +214,7 @@ def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str
     faults, tasks = [], {task.answer.name: task for task in of.tasks}
     for cell in (cell for cell in wrong if cell.name in tasks):
         wanted, why = cell.attributes["fails"], f"{of.number}: {cell.name}, {cell.attributes['why']}"
-        limit_s = TIME_LIMIT_S / (10 if wanted == "time limit" else 1)  # which it uses up
+        limit_s = TIME_LIMIT_S / (20 if wanted == "time limit" else 1)  # which it uses up
         results = results_of(of, tasks[cell.name], cell.source, judge, seed, limit_s)
         if "around" in cell.attributes:
             results = list(results)
