@@ -1,5 +1,6 @@
 """`make bench` runs all of them, `make bench ONLY=ddp` one. Each file beside this one has a function `rows()
--> list[Row]`, or `report() -> str`, which runs when it is asked for: `python -m benchmarks predictions`.
+-> list[Row]`, or `report() -> str`, which runs when it is asked for: `python -m benchmarks predictions`,
+`python -m benchmarks detectors --runs 200`.
 """
 
 import importlib
@@ -23,10 +24,15 @@ ALL = (
     "checkpoint",
     "ledger",
 )
-REPORTS = ("predictions",)
+REPORTS = ("predictions", "detectors")
 
 
 def main(wanted: list[str]) -> int:
+    settings = {}
+    if "--runs" in wanted:  # of the detectors: how many
+        at = wanted.index("--runs")
+        settings["runs"] = int(wanted[at + 1])
+        wanted = wanted[:at] + wanted[at + 2 :]
     unknown = [name for name in wanted if name not in (*ALL, *REPORTS)]
     if unknown:
         print(f"no benchmark {unknown[0]!r}; there are {', '.join((*ALL, *REPORTS))}", file=sys.stderr)
@@ -34,7 +40,7 @@ def main(wanted: list[str]) -> int:
     for name in wanted or ALL:
         module = importlib.import_module(f"benchmarks.{name}")
         if name in REPORTS:
-            print(module.report())
+            print(module.report(**settings))
             continue
         rows = module.rows()
         measure.save(rows)

@@ -1,6 +1,8 @@
 """Failures, made on purpose and found; and training that goes on.
 
 chaos        a plan of faults in one line, injected at named points of a real run
+detect       who is silent, slow or somewhere else; which link; from when on steps are longer
+corruption   numbers that are wrong and fail nothing: replay, checksums of replicas, sums of products
 survive      when ranks die and when others come: a vote commits each step
 live         a checkpoint that is nowhere: pieces from ranks to ranks, any layout to any other
 copies       each rank's share once more at its neighbour

@@ -13,8 +13,9 @@
     points       forward backward gradients update       a step begins, has a gradient, all sums, has updated
                  all_gather#41 send>2#0 receive write    its calls: the 42nd, the first to rank 2, all
 
-At `backward` a gradient of this rank alone is flipped, at `gradients` a sum. Sends nothing. ValueError: a
-plan that cannot be. Basiri et al. 2016, Chaos Engineering, arXiv:1702.05843. Differs: nothing is by chance.
+At `backward` a gradient of this rank alone is flipped, at `gradients` a sum; once in a step, even if it is
+made again. Sends nothing. ValueError: a plan that cannot be. Basiri et al. 2016, Chaos Engineering,
+arXiv:1702.05843. Differs: nothing is left to chance.
 """
 
 import errno
@@ -145,7 +146,8 @@ class Chaos(Disk):
         if not self.mine:
             return self
         self.hooks.enter_context(collectives.observe(self._on_event))
-        self.hooks.callback(setattr, PROCESS, "begin", PROCESS.begin)
+        self.inner = PROCESS.begin
+        self.hooks.callback(setattr, PROCESS, "begin", self.inner)
         PROCESS.begin = self._begin
         for module in self.run.model.modules() if self.run else ():
             for param in module.parameters(recurse=False):
@@ -171,6 +173,7 @@ class Chaos(Disk):
         due = [f for f in self.mine if f.point == point and f.first <= self.step <= f.last]
         due = [f for f in due if f.peer in (None, peer) and f.number in (None, number)]
         due = [] if number and point in PHASES else due  # of microbatches the first
+        due = [f for f in due if f.kind != "flip" or (self.step, f.text) not in self.happened]
         for fault in due:
             self.happened.append((self.step, fault.text))
             if fault.kind in SIGNALS:
@@ -213,6 +216,7 @@ class Chaos(Disk):
     def _begin(self, ch: Channel, what, start: Callable) -> Callable:
         """In place of start(), which begins a collective or messages and returns what waits for them."""
         job = not isinstance(what, tuple)
+        start = partial(self.inner, ch, what, start)
         sends, receives = ([], [(what.call, what.dst, None)]) if job else what
         ends: list[Callable] = []
         for one in (*sends, *receives):

@@ -17,7 +17,7 @@ from minitrain.ranks.process import PROCESS
 from minitrain.systems.faults.chaos import KINDS, Chaos, Plan, flip
 from tests.parallel import Problem, rows_of_problem, small
 
-PROBLEM = Problem(config=small(), batch_sizes=(8,) * 40, clip=None)
+PROBLEM = Problem(config=small(), batch_sizes=(8,) * 100, clip=None)
 WEIGHT = "layers.1.mlp.up.weight"
 ONE = 77  # an element of it
 

@@ -1,0 +1,265 @@
+"""Detectors of ranks that are silent, slow or somewhere else; each names a rank, a link or a call.
+
+    Heartbeat          a row per rank in a file: who has stopped, and how far everybody is
+    LocalTime          seconds per step that a rank was neither waiting for others nor for a core
+    probe -> blame     delays of all ordered pairs: a slow row is a sender, a column a receiver, a cell a link
+    self_check         before a start: arithmetic, every pair, a sum, on known numbers
+    first_difference   of the logs of all ranks: who calls something else, from which call on
+    drift              of a series of step times: from when on they are longer
+
+Seconds are compared with those of other ranks at the same time, as ratios of minima over several tries, and
+time in the run queue is taken off: a busy machine makes all late. Sends 8 bytes per rank and step for times,
+16 messages for each pair that is probed. What changes numbers alone is seen by corruption.py.
+Jiang et al. 2024, MegaScale, arXiv:2402.15627, sections 4 and 5; Dong et al. 2024, C4, arXiv:2406.04594;
+Gershon et al. 2024, Vela, arXiv:2407.05467; Wu et al. 2023, TRANSOM, arXiv:2310.10046; PyTorch's flight
+recorder. Differs: probes, where C4 reads times of the job's own messages; one clock, as on one machine.
+"""
+
+import os
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+
+from minitrain.ranks import collectives
+from minitrain.ranks.checks import require_positive, require_positive_ints
+from minitrain.ranks.process import PROCESS
+
+QUEUE = "/proc/thread-self/schedstat"  # of Linux: on a core, in the run queue (ns), turns
+
+
+class Heartbeat:
+    """`with Heartbeat(path, rank, ranks) as heart`: a thread counts beats, the rank its step and calls, in a
+    file that all see. `heart.silent()`, asked again and again by anybody: (rank, step, calls) of those that
+    had no beat while the median rank had `least`: stopped or gone, however slow the machine is.
+    `heart.behind()`: who is furthest behind; where all wait and all beat, they wait for that one."""
+
+    def __init__(self, path: Path | str, rank: int, ranks: int, every_s: float = 0.05):
+        require_positive_ints(ranks=ranks)
+        require_positive(every_s=every_s)
+        with open(path, "ab") as file:
+            file.truncate(ranks * 24)
+        self.rows = np.memmap(path, np.int64, "r+", shape=(ranks, 3))  # beats, step, calls
+        self.rank, self.every_s, self.seen, self.ended = rank, every_s, self.rows.copy(), threading.Event()
+
+    def __enter__(self) -> "Heartbeat":
+        self.watching = collectives.observe(self._on_event)
+        self.watching.__enter__()
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.ended.set()
+        self.watching.__exit__(None, None, None)
+
+    def _beat(self) -> None:
+        while not self.ended.wait(self.every_s):
+            self.rows[self.rank, 0] += 1
+
+    def _on_event(self, kind: str, subject) -> None:
+        if kind == "forward":
+            self.rows[self.rank, 1] = self.rows[self.rank, 1] + 1 if subject.step is None else subject.step
+        self.rows[self.rank, 2] += kind == "issue"
+
+    def silent(self, least: int = 10) -> list[tuple[int, int, int]]:
+        now = self.rows.copy()
+        beats = (now - self.seen)[:, 0]
+        if np.median(beats) < least:
+            return []
+        self.seen = now
+        return [(rank, *now[rank, 1:].tolist()) for rank in np.flatnonzero(beats == 0).tolist()]
+
+    def behind(self) -> tuple[int, int, int]:
+        return min(((rank, *row[1:].tolist()) for rank, row in enumerate(self.rows)), key=lambda row: row[1:])
+
+
+class LocalTime:
+    """`with LocalTime() as clock`: `clock.lap()` is this rank's own time since the last one, in seconds."""
+
+    def __enter__(self) -> "LocalTime":
+        self.open = ExitStack()
+        self.queue = self.open.enter_context(open(QUEUE)) if os.path.exists(QUEUE) else None
+        self.inner, self.waited, self.last = PROCESS.begin, 0.0, self.now()
+        self.open.callback(setattr, PROCESS, "begin", self.inner)
+        PROCESS.begin = self._begin
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.open.close()
+
+    def now(self) -> float:
+        queued = 0
+        if self.queue:
+            self.queue.seek(0)
+            queued = int(self.queue.read().split()[1])
+        return time.perf_counter() - queued / 1e9
+
+    def lap(self) -> float:
+        now = self.now()
+        own, self.waited, self.last = now - self.last - self.waited, 0.0, now
+        return own
+
+    def _begin(self, ch, what, start):
+        settle = self._timed(lambda: self.inner(ch, what, start))
+        return lambda: self._timed(settle)
+
+    def _timed(self, wait):
+        began = self.now()
+        try:
+            return wait()
+        finally:
+            self.waited += self.now() - began
+
+
+def heat_map(local_s: Sequence[float], group: ProcessGroup) -> np.ndarray:
+    """[steps, ranks]: own times of all, the same on every rank (MegaScale, section 5.1)."""
+    own = torch.tensor([*local_s], dtype=torch.float64)
+    return collectives.all_gather(own[:, None], group, 1).numpy()
+
+
+def stragglers(local_s: np.ndarray, ratio: float = 1.5, least_s: float = 0.01) -> list[int]:
+    """Ranks whose fastest step of local_s[steps, ranks] is longer than the median rank's, by both limits."""
+    require_positive(ratio=ratio, least_s=least_s)
+    fastest = np.asarray(local_s).min(0)
+    return np.flatnonzero(fastest > max(ratio * np.median(fastest), np.median(fastest) + least_s)).tolist()
+
+
+# ---- pairs ----------------------------------------------------------------------------------------------
+
+
+def rounds_of_pairs(nodes: Collection[int], busy: Collection[int] = ()) -> list[list[tuple[int, int]]]:
+    """Each pair of nodes once; pairs of a round share no node, so they can be tested at once. A heavy test
+    leaves out those that are `busy` (Vela: light tests all the time, heavy ones on idle nodes)."""
+    ring: list = [node for node in nodes if node not in busy]
+    ring += [None] * (len(ring) % 2)
+    rounds = []
+    for _ in ring[1:]:
+        both = zip(ring[: len(ring) // 2], ring[::-1])
+        rounds.append([(a, b) for a, b in both if a is not None and b is not None])
+        ring.insert(1, ring.pop())
+    return rounds
+
+
+def probe(group: ProcessGroup, numel: int = 16384, tries: int = 8) -> np.ndarray:
+    """delays[sender, receiver] in seconds, the same on all ranks: the best of some messages there and back,
+    each with the time at which it left. On one machine, whose ranks have one clock."""
+    require_positive_ints(numel=numel, tries=tries)
+    rank, n, message = group.rank(), group.size(), torch.empty(numel, dtype=torch.float64)
+    best = torch.full((n, n), torch.inf, dtype=torch.float64)
+    for pair in (pair for pairs in rounds_of_pairs(range(n)) for pair in pairs if rank in pair):
+        for sender, receiver in (pair, pair[::-1]) * tries:
+            if rank == sender:
+                message[0] = time.monotonic()
+                collectives.send(message, receiver, group)
+            else:
+                left = collectives.receive(message, sender, group)[0].item()
+                best[sender, rank] = min(best[sender, rank].item(), time.monotonic() - left)
+    return -collectives.all_reduce(-best, group, op="max").fill_diagonal_(0).numpy()
+
+
+def blame(delays: np.ndarray, ratio: float = 2.0, least_s: float = 0.015) -> tuple:
+    """("rank", r), ("sender", r), ("receiver", r), ("link", i, j); () for nobody, ("links", ..) if unclear.
+    `least_s`: what a busy machine may add to all tries."""
+    require_positive(ratio=ratio, least_s=least_s)
+    delays = np.asarray(delays)
+    others = ~np.eye(n := len(delays), dtype=bool)
+    typical = np.median(delays[others])
+    slow = (delays > max(ratio * typical, typical + least_s)) & others
+    links = [tuple(link) for link in np.argwhere(slow).tolist()]
+    rows, columns = ({int(r) for r in np.flatnonzero(slow.sum(axis) == n - 1)} for axis in (1, 0))
+    if len(links) > 1 and len(rows | columns) == 1:
+        kind = "rank" if rows == columns else "sender" if rows else "receiver"
+        return kind, *(rows | columns)
+    return ("link", *links[0]) if len(links) == 1 else ("links", *links) if links else ()
+
+
+def self_check(group: ProcessGroup, numel: int = 1024) -> list[tuple]:
+    """MegaScale's tests before a start (section 4.3), on whole numbers, of which every digit is known: what
+    is wrong as ("rank", r): a product of its own, ("link", i, j): a piece of an all-to-all, ("sum", r)."""
+    require_positive_ints(numel=numel)
+    rank, n = group.rank(), group.size()
+    known = lambda source, to: torch.arange(numel, dtype=torch.float64) + numel * (source * n + to)
+    ones = torch.ones(numel, numel, dtype=torch.float64)
+    wrong = [not torch.equal(ones @ known(0, 0), torch.full((numel,), numel * (numel - 1) / 2).double())]
+    pieces = collectives.all_to_all(torch.cat([known(rank, to) for to in range(n)]), group)
+    wrong += [not torch.equal(piece, known(i, rank)) for i, piece in enumerate(pieces.chunk(n))]
+    total = collectives.all_reduce(known(rank, 0), group)
+    wrong += [not torch.equal(total, sum(known(source, 0) for source in range(n)))]
+    table = collectives.all_gather(torch.tensor([wrong], dtype=torch.int8), group).tolist()
+    found: list[tuple] = [("rank", r) for r in range(n) if table[r][0]]
+    found += [("link", i, r) for r in range(n) for i in range(n) if table[r][1 + i]]
+    return found + [("sum", r) for r in range(n) if table[r][-1]]
+
+
+# ---- logs -----------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    rank: int
+    seq: int  # of the call in its group
+    said: tuple | None  # operation, shape, site, name; None: it has made no such call
+    others: tuple
+
+
+def first_difference(logs: Mapping[int, Sequence]) -> Difference | None:
+    """From the last calls of each rank (`read_log`, `last_calls`): the first collective of a group where a
+    rank stands alone. Of calls in a row that differ in nothing it is the last that seems to be missing."""
+    groups: dict = defaultdict(lambda: defaultdict(dict))
+    for rank, calls in logs.items():
+        for call in (call for call in calls if call.peer is None):
+            said = call.op, str(call.shape).strip("()").rstrip(","), call.site, call.name
+            groups[call.axis, call.group, str(call.members)][call.seq][rank] = said
+    for by_number in groups.values():
+        ranks = {rank for said in by_number.values() for rank in said}
+        begins = max(min(seq for seq, said in by_number.items() if rank in said) for rank in ranks)
+        for seq in sorted(seq for seq in by_number if seq >= begins):
+            said = {rank: by_number[seq].get(rank) for rank in ranks}
+            (common, count), *others = Counter(said.values()).most_common()
+            if others and common is not None and 2 * count > len(ranks):
+                odd = min(rank for rank in ranks if said[rank] != common)
+                return Difference(odd, seq, said[odd], common)
+    return None
+
+
+def lost_messages(logs: Mapping[int, Sequence]) -> list[tuple[int, int, int]]:
+    """(sender, receiver, number): it has left (`read_log` says done), and its receiver still waits for it."""
+    ends = {(rank, call.peer, call.seq, call.op): call.done for rank, calls in logs.items() for call in calls}
+    left = [(rank, peer, seq) for (rank, peer, seq, op), done in ends.items() if op == "send" and done]
+    return sorted((i, j, seq) for i, j, seq in left if ends.get((j, i, seq, "receive")) is False)
+
+
+# ---- series ---------------------------------------------------------------------------------------------
+
+
+def drift(
+    times: Sequence[float], period: int = 1, learn: int = 60, slack: float = 1.25, limit: float = 14.0
+) -> int | None:
+    """The step from which on `times` are longer than before, or None. For each phase of the period (as of a
+    checkpoint every 10 steps) the median of the first `learn` steps is taken off; what is left, in units of
+    its own scale, adds up in a CUSUM (Page 1954, Continuous Inspection Schemes), less `slack` per step."""
+    require_positive_ints(period=period, learn=learn)
+    require_positive(slack=slack, limit=limit)
+    times = np.asarray(times, dtype=float)
+    if len(times) < learn or learn < 4 * period:
+        raise ValueError(
+            f"{len(times)} times, {learn=}, {period=}: learn from 4 periods or more, and have as many"
+        )
+    phase = np.arange(len(times)) % period
+    typical = np.array([np.median(times[:learn][phase[:learn] == p]) for p in range(period)])
+    away = times - typical[phase]
+    away = np.minimum(
+        away / max(1.4826 * np.median(np.abs(away[:learn])), 1e-12), 4 * slack
+    )  # one is no drift
+    total, since = 0.0, 0
+    for step, excess in enumerate(away):
+        total, since = max(0.0, total + excess - slack), since if total else step
+        if total > limit:
+            return since
+    return None
