@@ -62,11 +62,12 @@ def problems():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_one_process(ranks, references):
     """Loss, every gradient, every parameter after two steps; tied, frozen, masked, clipped, uneven."""
+    ways = WAYS if ranks == 2 else {way: WAYS[way] for way in ("plain", "sequence, overlap")}
 
     def rank():
         return {
             (way, name): train_parallel(problem, Strategy(tp=ranks, **settings))
-            for way, settings in WAYS.items()
+            for way, settings in ways.items()
             for name, problem in problems().items()
         }
 
