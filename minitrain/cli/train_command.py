@@ -60,6 +60,7 @@ def train(
     plan: Annotated[Path | None, Option(help="model, layout and batch from a file of minitrain plan")] = None,
     chaos: Annotated[str, Option(help="faults on purpose, as 'kill 2 @5 backward'")] = "",
     sample: Annotated[int, Option(help="tokens to write at the end")] = 200,
+    restarts: Annotated[int, Option(help="how often to go on from --checkpoint when a rank fails")] = 0,
     **values,
 ) -> None:
     """Train a GPT on text, or on files of tokens, in any layout of ranks, and show what it learned.
@@ -73,7 +74,9 @@ def train(
     torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
     """
     require_positive_ints(report_every=report_every, every=every, keep=keep)
-    require_ints(sample=sample)
+    require_ints(sample=sample, restarts=restarts)
+    if restarts and (in_a_job() or not checkpoint):
+        raise ValueError(f"restarts={restarts} need --checkpoint FOLDER; under torchrun give --max-restarts")
     if start and (plan or preset != "tiny"):
         other = "plan" if plan else "preset"
         raise ValueError(f"--start beside --{other}: each says which model; leave one out")
@@ -88,12 +91,13 @@ def train(
     given = dict(text=text, data=data, packed=packed, end=end, vocab_size=values["vocab_size"])
     settings = Settings(config, strategy, hyper, given, out, sample, checkpoint, keep, resume, start, trainer)
     settings = replace(check(settings), chaos=chaos)
-    from minitrain.ranks import launch
     from minitrain.systems.faults.chaos import Plan
+    from minitrain.systems.faults.supervise import supervise
 
     Plan.parse(chaos, strategy.ranks)
+    settings = replace(settings, resume=resume or restarts > 0)
     try:
-        launch.run(train_on_rank, settings, ranks=strategy.ranks, timeout_s=WEEK_S)
+        supervise(train_on_rank, settings, restarts=restarts, ranks=strategy.ranks, timeout_s=WEEK_S)
     except KeyboardInterrupt:
         cure = "the same command with --resume goes on from the last checkpoint"
         typer.echo(f"interrupted; {cure if checkpoint else 'nothing was saved'}")

@@ -110,7 +110,9 @@ class Job:
         cure = f"outside a job unset {' '.join(JOB)}, which are left over from one"
         with self.alarm(start_timeout_s, f"the ranks of this job have not all joined ({cure})"):
             wait = datetime.timedelta(seconds=start_timeout_s)
-            self.store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
+            store, self.rank, self.size = next(dist.rendezvous("env://", timeout=wait))
+            # torchrun keeps one store for all restarts: in it are the addresses of ranks that are dead
+            self.store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             if not dist.is_initialized():
                 store = dist.PrefixStore("default", self.store)
                 launch_ranks.init_group(store, self.rank, self.size, FOREVER)

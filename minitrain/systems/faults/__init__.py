@@ -9,4 +9,5 @@ copies       each rank's share once more at its neighbour
 reroute      work of a lost worker goes to peers, a neighbour or whoever is free: ReCycle, Bamboo, SWARM
 templates    pipelines for every number of nodes (Oobleck); the layout to be in (Parcae)
 validation   tests before jobs: SuperBench, TPUv4; whose the machines are that are left (Unicron)
+supervise    a launch that is made again when it fails
 """
