@@ -1,6 +1,6 @@
 """`make bench` runs all of them, `make bench ONLY=ddp` one. Each file beside this one has a function `rows()
 -> list[Row]`, or `report() -> str`, which runs when it is asked for: `python -m benchmarks predictions`,
-`python -m benchmarks detectors --runs 200`.
+`python -m benchmarks detectors --runs 200`, `python -m benchmarks soak --minutes 120 --seed 0`.
 """
 
 import importlib
@@ -24,15 +24,13 @@ ALL = (
     "checkpoint",
     "ledger",
 )
-REPORTS = ("predictions", "detectors")
+REPORTS = ("predictions", "detectors", "soak")
 
 
-def main(wanted: list[str]) -> int:
-    settings = {}
-    if "--runs" in wanted:  # of the detectors: how many
-        at = wanted.index("--runs")
-        settings["runs"] = int(wanted[at + 1])
-        wanted = wanted[:at] + wanted[at + 2 :]
+def main(words: list[str]) -> int:
+    end = next((place for place, word in enumerate(words) if word.startswith("--")), len(words))
+    wanted, options = words[:end], words[end:]
+    settings = {name[2:]: int(number) for name, number in zip(options[::2], options[1::2])}
     unknown = [name for name in wanted if name not in (*ALL, *REPORTS)]
     if unknown:
         print(f"no benchmark {unknown[0]!r}; there are {', '.join((*ALL, *REPORTS))}", file=sys.stderr)

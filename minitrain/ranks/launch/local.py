@@ -239,7 +239,10 @@ class Launch:  # the ranks of one `run`
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline and not all("in live" in self.text(rank, "stack") for rank in busy):
             time.sleep(0.02)
-        dumps, where = {rank: self.text(rank, "stack") for rank in busy}, dict.fromkeys(self.states, RETURNED)
+        dumps, where = (
+            {rank: self.text(rank, "stack") for rank in busy},
+            dict.fromkeys(self.there(), RETURNED),
+        )
         where |= {rank: report.stuck(dump, self.calls(rank), self.cells) for rank, dump in dumps.items()}
         return report.hang(timeout_s, where, dumps, self.cells)
 

@@ -215,12 +215,16 @@ class Hung:
         waited = (queued - before.get(one, queued) for one, queued in self.queued.items())
         self.looked, since = time.monotonic(), self.looked
         self.still_s += max(0.0, self.looked - since - max(waited, default=0.0))
-        if far != self.seen or any(beat == 0 for _, beat in far.values()):
+        if far != self.seen or any(agreed == 0 for agreed, _ in far.values()):  # one is still on its way
             self.seen, self.still_s = far, 0.0
-        if self.still_s < self.hung_s or len(set(far.values())) < 2:
+        if self.still_s < self.hung_s:
             return None
-        self.still_s = 0.0
-        return min(far, key=lambda one: (not stopped(pids[one]), far[one]))
+        self.still_s, alive = 0.0, {one: not stopped(pids[one]) for one in members}
+        return (
+            None
+            if len(set(far.values())) < 2 and all(alive.values())
+            else min(far, key=lambda one: (alive[one], far[one]))
+        )
 
 
 def schedstat(pid: int) -> float:

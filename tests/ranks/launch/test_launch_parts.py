@@ -248,7 +248,7 @@ class Heard(local.Launch):
 
     def __init__(self, grace_s=None):
         self.states, self.pids, self.exits, self.files = dict.fromkeys(range(3), "start"), {}, {}, {}
-        self.grace_s = grace_s
+        self.grace_s, self.survive, self.replace_s = grace_s, False, None
 
     def read(self, rank, kind, start=0):
         return self.files[rank, kind]
