@@ -395,7 +395,10 @@ BACKENDS = {"nccl": NCCL(), "gloo": Gloo(), "gloo_apart": Gloo(), "fake": Dry()}
 
 def doors_of(group: ProcessGroup) -> dict[str, Backend]:
     """By kind of device, what moves its tensors in this group; in a dry run "any" kind."""
-    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    try:
+        config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    except (TypeError, AssertionError, ValueError):  # torch does not know it any more
+        raise ValueError("this group was destroyed, with its generation: use world() or a new mesh") from None
     doors = dict(pair.split(":") for pair in config.split(","))
     if unknown := set(doors.values()) - BACKENDS.keys():
         said = f"backend {config!r} has {', '.join(sorted(unknown))}"

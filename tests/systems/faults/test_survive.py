@@ -109,9 +109,10 @@ def train(layout, kills, copies=0, refill=True, kind=Survivor, folder=None):
         return run.batch(rows_of_problem(PROBLEM, step), step)
 
     def restore(run) -> int | None:
-        if folder:
-            run.load_state_dict(torch.load(f"{folder}/0"))
-        return 2 if folder else None
+        if not (folder and os.path.exists(f"{folder}/0")):
+            return None
+        run.load_state_dict(torch.load(f"{folder}/0"))
+        return 2
 
     survivor = kind(team, build, batch_of, PROBLEM.clip, copies, restore)
     with collectives.observe(saw):
@@ -203,14 +204,14 @@ def stale(folder) -> list[float]:
     if team.member == 0:
         collectives.send(torch.tensor([2.0]), 1, new)
     got = collectives.receive(torch.zeros(1), 0, new).item() if team.member == 1 else 2.0
-    with pytest.raises((RuntimeError, ValueError)) as refused:
+    with pytest.raises(ValueError) as refused:
         collectives.all_reduce(torch.ones(1), old)
     return got, str(refused.value)
 
 
 def test_a_message_of_an_old_generation_reaches_nobody():
     for got, refused in (one for one in launch.run(stale, None, ranks=4, survive=True) if one):
-        assert got == 2.0 and refused
+        assert got == 2.0 and "destroyed" in refused
 
 
 def mistaken() -> None:
