@@ -184,7 +184,7 @@ class Ledger:
         elif kind in ("copy", "issue"):
             number = self._pending[id(subject)] = len(self._calls) + len(self._copies)
             if kind == "copy":
-                self._copies.append(Copy(number, subject.direction, subject.bytes, self._phase))
+                self._copies.append(event := Copy(number, subject.direction, subject.bytes, self._phase))
             else:
                 members, size = subject.members, subject.payload_bytes
                 if subject.peer is not None:  # of a message: (source, destination)
