@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from minitrain import launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.course.saved_tensors import SavedTensors
-from minitrain.memory import activations
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT
@@ -17,6 +16,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.memory import activations
 from minitrain.systems.memory.activations import AwayActivations
 
 LENGTH, ROWS, WIDTH = 12, 6, 24

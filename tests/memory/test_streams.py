@@ -91,7 +91,7 @@ def watched(body, *args) -> tuple:
 
 def activations_leave(log, patch, broken=""):
     if broken == "order":
-        from minitrain.memory import activations
+        from minitrain.systems.memory import activations
 
         patch.setattr(activations, "to_device", lambda x, device, after: to_device(x, device))
     if broken == "wait":
