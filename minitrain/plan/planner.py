@@ -55,7 +55,7 @@ class Task:  # what is to be trained, on what; `batch` rows of `length` tokens p
     def run(self, strategy: Strategy) -> TrainingRun:
         return TrainingRun(self.model, strategy, self.machine, self.batch, self.length, self.stack)
 
-    room_bytes = property(lambda self: self.room * (self.machine.device.memory_bytes - RESERVED))
+    room_bytes = property(lambda self: self.room * (self.machine.device.capacity_bytes - RESERVED))
 
 
 def layouts(task: Task) -> Iterator[Strategy]:
@@ -130,7 +130,7 @@ def search(
         return sorted(fits, key=lambda one: (one.step_s, needs(one)))
     least = min(every, key=needs)
     said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
-    own = f"{task.machine.device.name}'s {task.machine.device.memory_bytes / 1e9:.1f} GB"
+    own = f"{task.machine.device.name}'s {task.machine.device.capacity_bytes / 1e9:.1f} GB"
     room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {own} less {RESERVED / 1e9:g} in reserve"
     short = f"{(needs(least) - task.room_bytes) / 1e9:.1f} GB too little"
     raise ValueError(f"does not fit: {said}, {room}, {short}; use more ranks, or a machine with more memory")

@@ -56,11 +56,11 @@ def test_the_fullest_rank_by_kind_beside_what_a_device_has():
             peak_bytes=30e9, peak_by_kind={"activations": 28.96e9, "buffers": 0, "gradients": 1.04e9}
         ),
     }
-    said = "peak memory 30.0 GB of 32 GB on rank 1 (activations 29.0, gradients 1.0)"
+    said = "peak memory 30.0 GB of 34 GB on rank 1 (activations 29.0, gradients 1.0)"
     assert memory(ledgers, machine("v100")) == said
-    ledgers[1].peak_bytes = 32e9
+    ledgers[1].peak_bytes = 31.73 * 2**30
     assert "FIT" not in memory(ledgers, machine("v100")), "just as much as there is"
-    ledgers[1].peak_bytes = 32e9 + 1
+    ledgers[1].peak_bytes += 1
     (_, line) = memory(ledgers, machine("v100")).splitlines()
     assert line == "DOES NOT FIT: cut more (zero, tp, pp) or keep less (recompute, batch)"
 

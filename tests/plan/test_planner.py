@@ -28,7 +28,7 @@ def small(**changes) -> Task:
 
 def memory_of(size: float, at=NODE):
     """The machine with devices of so many bytes beside what is reserved."""
-    return replace(at, device=replace(at.device, memory_bytes=size + planner.RESERVED))
+    return replace(at, device=replace(at.device, capacity_bytes=size + planner.RESERVED))
 
 
 def test_the_layouts_are_those_of_four_loops():
@@ -106,13 +106,13 @@ def test_of_equally_fast_layouts_the_smallest_comes_first(monkeypatch):
     """All take a second; a row of a microbatch takes a third of a device, the rest depends on the layout."""
 
     def instead(run, work_of, rates):
-        rows, third = 8 // (run.strategy.dp * run.strategy.microbatches), NODE.device.memory_bytes // 3
+        rows, third = 8 // (run.strategy.dp * run.strategy.microbatches), NODE.device.capacity_bytes // 3
         memory = {"activations": rows * third - run.strategy.tp - run.strategy.zero}
         return SimpleNamespace(run=run, step_s=1.0, memory=memory)
 
     monkeypatch.setattr(planner, "predict", instead)
     sizes = [needs(one) for one in search(small(room=1.0), work_of)]
-    assert sizes == sorted(sizes) and len(set(sizes)) > 3 and sizes[-1] <= NODE.device.memory_bytes
+    assert sizes == sorted(sizes) and len(set(sizes)) > 3 and sizes[-1] <= NODE.device.capacity_bytes
 
 
 @pytest.fixture(scope="module")

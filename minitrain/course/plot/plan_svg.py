@@ -43,18 +43,18 @@ def drawn(
 
 def _memory(stages, device, fits: str, top: float) -> tuple[list[str], float]:
     sums = [sum(memory.values()) for memory in stages]
-    most = max(*sums, device.memory_bytes)
+    most = max(*sums, device.capacity_bytes)
     unit, by = unit_for(most, "bytes")
     scale = (WIDTH - LEFT - RIGHT) / (1.02 * most)
     parts = [text(8, top + 10, f"Memory {fits}", 11)]
-    limit = LEFT + device.memory_bytes * scale
+    limit = LEFT + device.capacity_bytes * scale
     for rank, (memory, total) in enumerate(zip(stages, sums)):
         x, y = LEFT, top + 16 + ROW * rank
         parts.append(text(LEFT - 6, y + 9, f"stage {rank}" if len(stages) > 1 else "each rank", anchor="end"))
         for kind in KINDS:
             parts.append(box(x, y, memory[kind] * scale, BAR, COLOURS[kind]))
             x += memory[kind] * scale
-        over = total - device.memory_bytes
+        over = total - device.capacity_bytes
         said = f"{total / by:.3g} {unit}" + (f", {over / by:.3g} too much" if over > 0 else "")
         parts.append(text(max(x, limit) + 6, y + 9, said, colour=VERMILLION if over > 0 else "black"))
     bottom = top + 16 + ROW * len(stages)

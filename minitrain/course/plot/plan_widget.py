@@ -119,11 +119,12 @@ def picture(choice: Choice, work_of: WorkOf) -> Drawn:
 def _fits(prediction: Prediction, stages: list[dict[str, int]]) -> str:
     sums = [sum(memory.values()) for memory in stages]
     device, most = prediction.run.machine.device, max(sums)
+    room = device.capacity_bytes
     where = f"stage {sums.index(most)} needs" if len(sums) > 1 else "a rank needs"
-    said = f"{where} {most / 1e9:.1f} of the {device.memory_bytes / 1e9:.0f} GB of {device.name}"
-    if most > device.memory_bytes:
-        return f"does not fit: {said}, {(most - device.memory_bytes) / 1e9:.1f} GB too much"
-    tight = "; less than a tenth is left for what is not counted" if most > 0.9 * device.memory_bytes else ""
+    said = f"{where} {most / 1e9:.1f} of the {room / 1e9:.0f} GB of {device.name}"
+    if most > room:
+        return f"does not fit: {said}, {(most - room) / 1e9:.1f} GB too much"
+    tight = "; less than a tenth is left for what is not counted" if most > 0.9 * room else ""
     return f"fits: {said}{tight}"
 
 

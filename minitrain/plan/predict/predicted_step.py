@@ -60,7 +60,7 @@ class Prediction:
     def limits(self) -> tuple[str, ...]:
         """What of this run the prediction does not know, in words; empty if nothing."""
         run, found = self.run, []
-        if sum(self.memory.values()) > run.machine.device.memory_bytes:
+        if sum(self.memory.values()) > run.machine.device.capacity_bytes:
             found.append("does not fit: more memory than the device has")
         if run.model.experts:
             found.append("experts: as if tokens were spread evenly")

@@ -11,6 +11,7 @@ compute_efficiency=0.7)` asks for less. Published: NCCL counts on 20.6 of the 25
 """
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from minitrain.ranks.checks import require_fractions, require_positive, require_positive_ints
@@ -27,10 +28,11 @@ class Device:
 
     name: str
     peak_flops: dict[str, float] = field(hash=False)
-    memory_bytes: float
+    memory_bytes: float  # as the datasheet has it
     memory_bandwidth_bytes_per_s: float
     source: str
     multiprocessors: int = 1  # each computes one tile of a product at a time
+    capacity_bytes: float = inf  # of memory, as a program finds it
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s for "bfloat16" or "bf16"; every 8-bit float ("float8_e4m3fn") counts as "float8"."""
@@ -98,11 +100,11 @@ def _read() -> tuple[dict[str, Link], dict[str, Device], dict[str, Machine]]:
             latency_s, gb_per_s, source = cells
             links[name] = Link(name, float(latency_s), float(gb_per_s) * GB, f"{source}; {_LATENCIES}")
         elif kind == "device":
-            gib, gb_per_s, multiprocessors, peaks, source = cells
+            gb, gib, gb_per_s, multiprocessors, peaks, source = cells
             tflops = (peak.split("=") for peak in peaks.split())
             rates = {dtype: float(rate) * TFLOPS for dtype, rate in tflops}
-            memory = float(gib) * 2**30, float(gb_per_s) * GB
-            devices[name] = Device(name, rates, *memory, source, int(multiprocessors))
+            memory = float(gb) * GB, float(gb_per_s) * GB
+            devices[name] = Device(name, rates, *memory, source, int(multiprocessors), float(gib) * 2**30)
         elif kind == "machine":
             device, per_node, intra, inter, cards, host, *disk = cells
             node = devices[device], int(per_node), links[intra], links[inter], int(cards)

@@ -48,7 +48,7 @@ def test_the_bars_and_lines_are_the_predictions():
     across = svg.WIDTH - plan_svg.LEFT - plan_svg.RIGHT
     for number, (_, _, width, _) in enumerate(memory):
         size = stages[number // len(KINDS)][KINDS[number % len(KINDS)]]
-        assert width == pytest.approx(size * across / (1.02 * 80e9), abs=0.051)
+        assert width == pytest.approx(size * across / (1.02 * 79.14 * 2**30), abs=0.051)
     assert len(time) == len(PARTS) == len(plan_svg.PARTS) and list(plan_svg.PARTS) == list(PARTS)
     scale, end = across / (1.02 * prediction.step_s), plan_svg.LEFT
     for part, (x, _, width, _) in zip(PARTS, time):
@@ -57,7 +57,7 @@ def test_the_bars_and_lines_are_the_predictions():
         end += prediction.parts[part] * scale
     assert end == pytest.approx(plan_svg.LEFT + across / 1.02, abs=0.1), "the last part ends with the step"
     sums = [sum(memory.values()) for memory in stages]
-    assert f"stage {sums.index(max(sums))} needs {max(sums) / 1e9:.1f} of the 80 GB" in fits
+    assert f"stage {sums.index(max(sums))} needs {max(sums) / 1e9:.1f} of the 85 GB" in fits
     assert (
         f"{prediction.step_s:.4g} s, MFU {prediction.mfu:.1%}, {64 * 2048 / prediction.step_s:,.0f}" in speed
     )
@@ -70,8 +70,8 @@ def test_what_does_not_fit_says_by_how_much():
     drawn, (line, *_) = picture(Choice(ranks=1, pp=1, zero=0, batch=1), stub)
     need = sum(by_rank(Choice(ranks=1, pp=1, zero=0, batch=1).run(), PLAIN)[0].values())
     assert line.startswith("fits: a rank needs") and "tenth" not in line
-    less = replace(machine("h100"), device=replace(machine("h100").device, memory_bytes=need - 2e9))
-    tight = replace(less, device=replace(less.device, memory_bytes=1.05 * need))
+    less = replace(machine("h100"), device=replace(machine("h100").device, capacity_bytes=need - 2e9))
+    tight = replace(less, device=replace(less.device, capacity_bytes=1.05 * need))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(picture.__globals__["MACHINES"], "less", less)
         patch.setitem(picture.__globals__["MACHINES"], "tight", tight)

@@ -53,7 +53,7 @@ def table():
     for m in machines.MACHINES.values():
         device, inside, outside = m.device, m.intra_bytes_per_s, m.inter_bytes_per_s
         links = m.intra.name, f"{inside / GB:g}", f"{m.nics_per_node} x {m.inter.name}", f"{outside / GB:g}"
-        rates = f"{device.peak('float16') / 1e12:g}", f"{device.memory_bytes / GB:.1f}"
+        rates = f"{device.peak('float16') / 1e12:g}", f"{device.memory_bytes / GB:g}"
         bandwidth = f"{device.memory_bandwidth_bytes_per_s / 1e12:.2f}"
         node = bandwidth, f"{m.devices_per_node}", *links, f"{inside / outside:.1f}x"
         rows.append((m.name, device.name, *rates, *node))
@@ -63,21 +63,21 @@ def table():
 TABLE = """
 machine        device             FP16  memory        node  inside                   outside                       gap
                                TFLOP/s      GB  TB/s                           GB/s                        GB/s
-v100           V100 SXM2 32GB      125    34.1  0.90     8  NVLink 2            150  4 x InfiniBand EDR    6.25  24.0x
-v100-ethernet  V100 PCIe 16GB      112    16.9  0.90     4  PCIe 3 x16           16  1 x 100G Ethernet    3.125   5.1x
-a100-40gb      A100 SXM 40GB       312    42.3  1.55     8  NVLink 3            300  8 x InfiniBand HDR      25  12.0x
-a100           A100 SXM 80GB       312    85.0  2.04     8  NVLink 3            300  8 x InfiniBand HDR      25  12.0x
-a800           A800 SXM 80GB       312    85.0  2.04     8  NVLink 3 (A800)     200  8 x InfiniBand HDR      25   8.0x
-h100           H100 SXM 80GB     989.5    85.0  3.35     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
-h800           H800 SXM 80GB     989.5    85.0  3.35     8  NVLink 4 (H800)     200  8 x InfiniBand NDR      50   4.0x
-h200           H200 SXM 141GB    989.5   150.0  4.80     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
-b200           B200 SXM 180GB     2250   191.5  8.00     8  NVLink 5            900  8 x InfiniBand NDR      50  18.0x
-gb200          GB200 186GB        2500   197.9  8.00    72  NVLink 5            900  72 x InfiniBand NDR     50  18.0x
-mi300x         MI300X 192GB     1307.4   205.8  5.30     8  Infinity Fabric 4   448  8 x InfiniBand NDR      50   9.0x
-jean-zay       A100 SXM 80GB       312    85.0  2.04     8  NVLink 3            300  4 x Omni-Path         6.25  48.0x
-grand-teton    H100 SXM 96GB     989.5    96.0  2.40     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
-neox           A100 SXM 40GB       312    42.3  1.55     8  NVLink 3            300  4 x InfiniBand HDR    12.5  24.0x
-ascend910      Ascend 910          256    32.0  1.20     4  HCCS                 90  4 x 100G Ethernet     12.5   7.2x
+v100           V100 SXM2 32GB      125      32  0.90     8  NVLink 2            150  4 x InfiniBand EDR    6.25  24.0x
+v100-ethernet  V100 PCIe 16GB      112      16  0.90     4  PCIe 3 x16           16  1 x 100G Ethernet    3.125   5.1x
+a100-40gb      A100 SXM 40GB       312      40  1.55     8  NVLink 3            300  8 x InfiniBand HDR      25  12.0x
+a100           A100 SXM 80GB       312      80  2.04     8  NVLink 3            300  8 x InfiniBand HDR      25  12.0x
+a800           A800 SXM 80GB       312      80  2.04     8  NVLink 3 (A800)     200  8 x InfiniBand HDR      25   8.0x
+h100           H100 SXM 80GB     989.5      80  3.35     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
+h800           H800 SXM 80GB     989.5      80  3.35     8  NVLink 4 (H800)     200  8 x InfiniBand NDR      50   4.0x
+h200           H200 SXM 141GB    989.5     141  4.80     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
+b200           B200 SXM 180GB     2250     180  8.00     8  NVLink 5            900  8 x InfiniBand NDR      50  18.0x
+gb200          GB200 186GB        2500     186  8.00    72  NVLink 5            900  72 x InfiniBand NDR     50  18.0x
+mi300x         MI300X 192GB     1307.4     192  5.30     8  Infinity Fabric 4   448  8 x InfiniBand NDR      50   9.0x
+jean-zay       A100 SXM 80GB       312      80  2.04     8  NVLink 3            300  4 x Omni-Path         6.25  48.0x
+grand-teton    H100 SXM 96GB     989.5      96  2.40     8  NVLink 4            450  8 x InfiniBand NDR      50   9.0x
+neox           A100 SXM 40GB       312      40  1.55     8  NVLink 3            300  4 x InfiniBand HDR    12.5  24.0x
+ascend910      Ascend 910          256      32  1.20     4  HCCS                 90  4 x 100G Ethernet     12.5   7.2x
 """
 
 
@@ -100,6 +100,12 @@ def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
         "Ascend 910": (1200, 32, [0] * 5),
     }  # fmt: skip
     assert {name: (*figures[name], peaks[name]) for name in DEVICES} == datasheets
+    found = {80: 79.14, 141: 139.72, 180: 178.35}  # GiB
+    for device in DEVICES.values():
+        gib = found.get(device.memory_bytes / GB, device.capacity_bytes / 2**30)
+        assert (
+            device.capacity_bytes == gib * 2**30 and 0.98 < device.capacity_bytes / device.memory_bytes < 1.08
+        )
     latencies = {link.latency_s for name, link in LINKS.items() if name.startswith(("NVLink", "HCCS"))}
     assert latencies == {1.9e-6}
     for one in machines.MACHINES.values():
