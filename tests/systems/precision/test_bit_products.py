@@ -164,7 +164,7 @@ def sent(tokens: int) -> dict:
         for cut in ("N", "K", "M"):
             calls, scales = [], Scales(0, group, cut)
             x, weight, dy = normal(tokens, 16), normal(8, 16, seed=1), normal(tokens, 8)
-            note = lambda kind, call: calls.extend([math.prod(call.shape)] * (kind == "issue"))
+            note = lambda kind, call: calls.extend([math.prod(call.shape)] if kind == "issue" else [])
             with collectives.observe(note):
                 kept = products.enter(x, scales)
                 products.forward(kept, weight, scales)

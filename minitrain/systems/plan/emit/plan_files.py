@@ -1,6 +1,7 @@
 """The files of a plan: the best that a system can express, and a file of another one beside a plan."""
 
 from pathlib import Path
+from types import ModuleType
 
 from minitrain.plan.planner import Task
 from minitrain.plan.predict.predicted_step import Prediction
@@ -10,7 +11,7 @@ from minitrain.systems.plan.emit.training_job import EXPERTS, MODEL, Job
 EMIT = dict(megatron=megatron, deepspeed=deepspeed, torchtitan=torchtitan, minitrain=training_job)
 
 
-def written(best: list[Prediction], writer) -> tuple[str, list[str]]:
+def written(best: list[Prediction], writer: ModuleType) -> tuple[str, list[str]]:
     """The best that the system can express; what it has no word for, and what it leaves to code."""
     refused = ""
     for number, one in enumerate(best, start=1):
