@@ -24,7 +24,7 @@ ALL = (
     "checkpoint",
     "ledger",
 )
-REPORTS = ("predictions", "detectors", "soak")
+REPORTS = ("predictions", "detectors", "recovery", "soak")
 
 
 def main(words: list[str]) -> int:

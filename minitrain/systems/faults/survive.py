@@ -118,7 +118,7 @@ class Survivor:
     def _attach(self, run) -> None:
         """The update of this run comes after a vote; what its collectives bring to other ranks, after it."""
         forward_backward, step, publish = run.forward_backward, run.sync.step, run.sync.publish
-        alike = run.loss_group.size() / collectives.world().size()  # on ranks of tp
+        counts = run.tp_group is None or run.tp_group.rank() == 0  # its ranks have the same loss
 
         def noted(batch):
             self.loss = forward_backward(batch)
@@ -132,7 +132,7 @@ class Survivor:
             self.done += 1
 
         def voted() -> None:
-            self._vote(update, self.loss.item() * alike)
+            self._vote(update, self.loss.item() * counts)
             publish()
 
         run.forward_backward, run.sync.step, self.run, self.state = noted, voted, run, None
