@@ -61,6 +61,8 @@ def train(
     chaos: Annotated[str, Option(help="faults on purpose, as 'kill 2 @5 backward'")] = "",
     sample: Annotated[int, Option(help="tokens to write at the end")] = 200,
     restarts: Annotated[int, Option(help="how often to go on from --checkpoint when a rank fails")] = 0,
+    survive: Annotated[bool, Option("--survive", help="ranks that are left go on when one dies")] = False,
+    replace_s: Annotated[float | None, Option("--replace", help="seconds until another comes")] = None,
     **values,
 ) -> None:
     """Train a GPT on text, or on files of tokens, in any layout of ranks, and show what it learned.
@@ -71,6 +73,7 @@ def train(
     minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
     minitrain train --dp 2 --data FOLDER                                  made by minitrain tokenize
     minitrain train --start imported --lr 1e-4 --tp 2                     from weights alone
+    minitrain train --dp 4 --survive --replace 1 --chaos "kill 2 @5 backward"
     torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
     """
     require_positive_ints(report_every=report_every, every=every, keep=keep)
@@ -97,7 +100,10 @@ def train(
     Plan.parse(chaos, strategy.ranks)
     settings = replace(settings, resume=resume or restarts > 0)
     try:
-        supervise(train_on_rank, settings, restarts=restarts, ranks=strategy.ranks, timeout_s=WEEK_S)
+        fn, more = train_on_rank, dict(ranks=strategy.ranks, timeout_s=WEEK_S)
+        if survive or replace_s:
+            fn, more = train_surviving, more | dict(survive=survive, replace_s=replace_s)
+        supervise(fn, settings, restarts=restarts, **more)
     except KeyboardInterrupt:
         cure = "the same command with --resume goes on from the last checkpoint"
         typer.echo(f"interrupted; {cure if checkpoint else 'nothing was saved'}")
@@ -267,7 +273,8 @@ def train_on_rank(settings: Settings) -> None:
     more = dict(seed=hyper.seed, frozen=hyper.frozen)
     run = parallelize(settings.config, strategy, hyper.make_optimizer, **more)
     peak_flops = measure_peak_flops(run.dtype, run.device)
-    chaos = Chaos(Plan.parse(settings.chaos), run, collectives.world().rank())
+    faults = settings.chaos if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else ""
+    chaos = Chaos(Plan.parse(faults), run, collectives.world().rank())
     more = settings.trainer | dict(held_out=held_out, peak_flops=peak_flops, store=settings.store(chaos))
     trainer = Trainer(run, data, hyper, **more)
     say = print if trainer.rank == 0 else lambda *_: None
@@ -298,6 +305,48 @@ def train_on_rank(settings: Settings) -> None:
         say(f"It writes:\n{trainer.sample(n=settings.sample)}")
     if trainer.not_saved and trainer.step not in trainer.store.steps():
         raise RuntimeError(trainer.not_saved[-1])
+
+
+def train_surviving(settings: Settings) -> None:
+    """By those who are there; checkpoints are for a state that no rank has any more."""
+    from minitrain.compose.parallelize import parallelize
+    from minitrain.compose.trainer import Trainer
+    from minitrain.ranks import launch
+    from minitrain.systems.faults.chaos import Chaos, Plan
+    from minitrain.systems.faults.survive import Survivor
+
+    strategy, hyper, team, store = settings.strategy, settings.hyper, launch.team(), settings.store()
+    data, held_out = open_data(hyper.length, **settings.data)
+    dense = strategy.ranks // strategy.dp  # ranks that have the same rows
+
+    def build(ranks: int):
+        layout = replace(strategy, dp=ranks // dense)
+        if ranks % dense:
+            layout = Strategy(dp=ranks, zero=strategy.zero, precision=strategy.precision)
+        run = parallelize(settings.config, layout, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
+        run.trainer = Trainer(run, data, hyper, store=store, held_out=held_out, **settings.trainer)
+        run.chaos = Chaos(Plan.parse(settings.chaos), run, team.member)
+        run.chaos.__enter__()
+        return run
+
+    def batch_of(run, step: int):
+        for group, share in zip(run.sync.param_groups, run.trainer.shares):
+            group["lr"] = hyper.lr_at(step) * share
+        return run.batch(run.trainer.rows, step)
+
+    def before(step: int) -> None:
+        trainer, losses = survivor.run.trainer, survivor.losses
+        trainer.step, say = step, print if trainer.rank == 0 else lambda *_: None
+        if step and trainer.due(trainer.report_every):
+            say(f"step {step}/{hyper.steps}, {trainer.ranks} ranks, loss {losses[step - 1]:.3f}")
+        if store and step and trainer.due(trainer.save_every) and step not in trainer.agree(store.steps()):
+            trainer.save()
+        if step == hyper.steps and data.tokenizer:
+            say(f"It writes:\n{trainer.sample(n=settings.sample)}")
+
+    restore = lambda run: run.trainer.step if run.trainer.resume() else None
+    survivor = Survivor(team, build, batch_of, hyper.clip, int(strategy.zero > 0), restore)
+    survivor.train(hyper.steps, before)
 
 
 def describe(record: dict[str, Any]) -> str:

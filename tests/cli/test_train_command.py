@@ -94,6 +94,15 @@ def test_any_layout_trains_and_goes_on_in_another(minitrain):
             shutil.rmtree(store.path(step))  # as if it had stopped before
 
 
+def test_ranks_that_are_left_go_on(minitrain):
+    words = ["train", *SMALL, "--text", "text.txt", "--chaos", "kill 2 @1 backward", "--dp", 3]
+    code, out, err = minitrain(*words, "--survive", "--zero", 1, "--checkpoint", "saved", "--every", 1)
+    assert code == 0 and "step 2/4, 2 ranks" in out and "It writes" in out, err
+    assert Store(Path("saved")).steps() == [3, 4]
+    for more in (["--replace", 1], ["--restarts", 1]):
+        assert minitrain(*words, *more)[0] == 2
+
+
 def test_an_interrupted_command_goes_on(tmp_path):
     (tmp_path / "text.txt").write_bytes(TEXT)
     files = {"text": "text.txt", "out": "run", "checkpoint": "saved"}

@@ -8,6 +8,7 @@ error is raised when `restarts` are used up, others than RankError at once. torc
 in that each error is said, with the rank that is to blame.
 """
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -20,9 +21,12 @@ def supervise(fn: Callable, *args, restarts: int = 5, **settings) -> list:
     """launch.run(fn, *args, **settings), which is made again up to `restarts` times when a rank fails."""
     require_ints(restarts=restarts)
     for life in range(restarts + 1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(life)  # as torchrun tells its ranks
         try:
             return run(fn, *args, **settings)
         except RankError as error:
             if life == restarts:
                 raise
             print(f"{error}; restart {life + 1} of {restarts}", file=sys.stderr, flush=True)
+        finally:
+            del os.environ["TORCHELASTIC_RESTART_COUNT"]

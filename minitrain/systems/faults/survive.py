@@ -63,16 +63,19 @@ class Survivor:
         self.redone = self.moved_bytes = 0
 
     def train(self, steps: int, before_step: Callable[[int], None] = lambda step: None) -> dict[int, float]:
-        """{step: loss of its global batch}, whoever has made it. Send nothing after it: ranks may be gone."""
+        """{step: loss of its global batch}, whoever has made it. `before_step` is called after the last, too,
+        and may send; after `train` nobody may, for ranks may be gone."""
         error = None
         while True:
             try:
                 if error or self.run is None:
                     self._start(error)
                 error = None
-                while self.done < steps:
+                while True:
                     self.team.beat(self.done)
                     before_step(self.done)
+                    if self.done >= steps:
+                        break
                     self.run.step(self.batch_of(self.run, self.done), self.clip)
                     if self.copies:
                         self.copies.keep(self.votes, self.done, self.run)
