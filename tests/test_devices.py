@@ -69,7 +69,6 @@ ON_THE_HOST = {  # where, and why
     "systems/checkpoint/increments.py:put_rows": "what a file has",
     "systems/data_parallel/negotiated.py:_ask": "bits, for the network of the host",
     "systems/faults/corruption.py:odd_replicas": "checksums, for the network of the host",
-    "systems/faults/corruption.py:replayed": "a name, for the network of the host",
     "systems/faults/detect.py:heat_map": "times, for the network of the host",
     "systems/faults/detect.py:probe": "messages of the network of the host",
     "systems/faults/detect.py:self_check": "numbers, for the network of the host",
