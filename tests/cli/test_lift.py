@@ -34,7 +34,7 @@ LIFTS = {  # what is asked for, and how many lines it may have, blank ones aside
     "Runner": (545, "pipeline.runtime:Runner.__call__ pipeline.schedules.one_direction:one_f_one_b"),
     "experts": (350, "moe.dispatch:Dispatch moe.router:top_k moe.experts:grouped"),
     "fp8": (
-        540,
+        565,
         "precision.products:multiply precision.products:Products precision.products:Scales precision.blocks:RECIPES",
     ),
     "recompute": (270, "memory.recompute:recompute"),
