@@ -34,4 +34,4 @@ def test_limits_and_rates_that_are_said_nowhere_else():
     shares = dict(attention=0.6, memory=0.8, nvlink=0.75, experts=0.88, tile=128, k0=128)
     assert rates.START == rates.Rates(products=0.8, network=0.5, **shares)
     assert rates.RATES == rates.Rates(products=0.76, products_8_bits=0.55, network=0.3, **shares)
-    assert rates.PLAIN == rates.Rates(1, 1, 1, 1, 1, 1, 1, 0)
+    assert rates.PLAIN == rates.Rates(1, 1, 1, 1, 1, 1, 1, 1, 0)
