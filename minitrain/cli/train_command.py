@@ -94,6 +94,7 @@ def train(
     given = dict(text=text, data=data, packed=packed, end=end, vocab_size=values["vocab_size"])
     settings = Settings(config, strategy, hyper, given, out, sample, checkpoint, keep, resume, start, trainer)
     settings = replace(check(settings), chaos=chaos)
+    from minitrain.ranks import launch
     from minitrain.systems.faults.chaos import Plan
     from minitrain.systems.faults.supervise import supervise
 
@@ -103,7 +104,10 @@ def train(
         fn, more = train_on_rank, dict(ranks=strategy.ranks, timeout_s=WEEK_S)
         if survive or replace_s:
             fn, more = train_surviving, more | dict(survive=survive, replace_s=replace_s)
-        supervise(fn, settings, restarts=restarts, **more)
+        if restarts:
+            supervise(fn, settings, restarts=restarts, **more)
+        else:  # torchrun's own count of restarts stays as it is
+            launch.run(fn, settings, **more)
     except KeyboardInterrupt:
         cure = "the same command with --resume goes on from the last checkpoint"
         typer.echo(f"interrupted; {cure if checkpoint else 'nothing was saved'}")

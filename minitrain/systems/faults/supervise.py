@@ -12,9 +12,9 @@ import os
 import sys
 from collections.abc import Callable
 
+from minitrain.ranks import launch
 from minitrain.ranks.checks import require_ints
 from minitrain.ranks.launch.report import RankError
-from minitrain.ranks.launch.start import run
 
 
 def supervise(fn: Callable, *args, restarts: int = 5, **settings) -> list:
@@ -23,7 +23,7 @@ def supervise(fn: Callable, *args, restarts: int = 5, **settings) -> list:
     for life in range(restarts + 1):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(life)  # as torchrun tells its ranks
         try:
-            return run(fn, *args, **settings)
+            return launch.run(fn, *args, **settings)
         except RankError as error:
             if life == restarts:
                 raise
