@@ -11,7 +11,6 @@ compute_efficiency=0.7)` asks for less. Published: NCCL counts on 20.6 of the 25
 """
 
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 
 from minitrain.ranks.checks import require_fractions, require_positive, require_positive_ints
@@ -32,7 +31,11 @@ class Device:
     memory_bandwidth_bytes_per_s: float
     source: str
     multiprocessors: int = 1  # each computes one tile of a product at a time
-    capacity_bytes: float = inf  # of memory, as a program finds it
+    capacity_bytes: float | None = None  # of memory, as a program finds it; None: the datasheet's
+
+    def __post_init__(self):
+        if self.capacity_bytes is None:
+            object.__setattr__(self, "capacity_bytes", self.memory_bytes)
 
     def peak(self, dtype: str) -> float:
         """Dense FLOP/s for "bfloat16" or "bf16"; every 8-bit float ("float8_e4m3fn") counts as "float8"."""
