@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.soak import LAYOUTS
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.data.batches import MASKED
@@ -20,13 +21,6 @@ from tests.parallel import Problem, rows_of_problem, small
 
 STEPS = 11
 PROBLEM = Problem(config=small(), batch_sizes=(8, 7) * 6)
-LAYOUTS = {
-    "dp": lambda n: dict(dp=n),
-    "tp": lambda n: dict(dp=n // 2, tp=2) if n % 2 == 0 else dict(dp=n),
-    "pp": lambda n: dict(dp=n // 2, pp=2, microbatches=2) if n % 2 == 0 else dict(dp=n),
-    "zero1": lambda n: dict(dp=n, zero=1),
-    "zero3": lambda n: dict(dp=n, zero=3),
-}
 # (step, member, point): 4 comes for 3, 5 for 2, 6 for 1 and so on
 ALL_POINTS = [(1, 3, "start"), (3, 2, "backward"), (5, 1, "vote"), (7, 4, "passed"), (9, 5, "publish")]
 
