@@ -122,7 +122,8 @@ INSIDE = {  # doors that are not called here, and who has looked at their argume
         "systems.context.balanced.exchange_all systems.moe.move_experts.shadow tensor_parallel.overlap.column_backward "
         "tensor_parallel.overlap.row_forward systems.plan.stage_memory.bytes_of "
         "systems.attention.flash_3.fp8_attention pipeline.partition.stage_time systems.moe.topology.target "
-        "systems.checkpoint.in_memory.stripe_bytes systems.moe.overlapped_experts.layer_pieces"
+        "systems.checkpoint.in_memory.stripe_bytes systems.moe.overlapped_experts.layer_pieces "
+        "systems.faults.corruption.replayed"
     ),
 }
 

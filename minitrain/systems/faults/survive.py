@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_ints, require_positive
 from minitrain.ranks.launch.team import NEW, Finished, Status, Team
 from minitrain.systems.checkpoint.in_memory import Lost, gather_plain
 from minitrain.systems.faults.copies import Copies
@@ -54,6 +54,7 @@ class Survivor:
         restore: Callable[[Any], int | None] = lambda run: None,
     ):
         require_ints(copies_every=copies_every)
+        require_positive(clip=1 if clip is None else clip)
         self.team, self.build, self.batch_of, self.clip, self.restore = team, build, batch_of, clip, restore
         self.copies = Copies(copies_every) if copies_every else None
         self.run, self.state = None, None  # its pieces, as they are when its groups go

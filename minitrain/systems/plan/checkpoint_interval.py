@@ -28,6 +28,8 @@ from minitrain.systems.simulate.links import Number, divided
 
 
 def young_s(save_s: float, mtbf_s: float) -> float:
+    require_nonnegative(save_s=save_s)
+    require_positive(mtbf_s=mtbf_s)
     return sqrt(2 * save_s * mtbf_s)
 
 

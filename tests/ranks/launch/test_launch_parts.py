@@ -407,7 +407,10 @@ def test_of_all_threads_the_one_that_runs_fn_is_told():
 def test_times_are_limited_and_what_is_callable_is_a_function(monkeypatch):
     monkeypatch.setattr(local, "run_local", lambda call, ranks, *rest: (pickle.loads(call), rest))
     call, rest = launch.run(dict, [(1, 2)], timeout_s=float("inf"), start_timeout_s=7, echo=False, grace_s=3)
-    assert call == (dict, ([(1, 2)],)) and rest == (start.LONGEST_S, 7, True, False, 3)
+    assert call == (dict, ([(1, 2)],)) and rest == (
+        *(start.LONGEST_S, 7, True, False, 3),
+        *(False, None, None),  # no survivors, nobody instead of the dead, no death for those who hang
+    )
     monkeypatch.setenv("MINITRAIN_INSIDE", "1")
     with pytest.raises(ValueError, match="^run was called inside a rank"):
         launch.run(dict)
