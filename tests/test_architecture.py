@@ -40,16 +40,16 @@ BUDGETS = {  # lines of Python, and of wrong solutions, as `wc -l` counts them: 
         24_000,
         24_000,
     ),
-    "minitrain/systems": (["minitrain/systems"], [], 20_050, 25_000),
+    "minitrain/systems": (["minitrain/systems"], [], 20_530, 25_000),
     "minitrain/course": (["minitrain/course"], [], 8_000, 8_000),
     "exercises/wrong": (["exercises/wrong"], [], 9_050, 12_000),  # 400 a chapter
-    "tests": (["tests"], [], 68_500, 70_000),
+    "tests": (["tests"], [], 68_560, 70_000),
 }
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
 NO_TORCH = (
     "ranks.checks", "ranks.tables", "plan", "systems.plan", "systems.simulate",
     "systems.annotate.annotators", "systems.communication.algorithms",
-    "systems.communication.chunk_schedule", "systems.communication.cost_model", "course.plot.charts",
+    "systems.communication.chunk_schedule", "systems.communication.cost_model", "systems.network", "course.plot.charts",
     "course.plot.pipeline_charts", "course.plot.plan_widget", "course.plot.style", "model.config",
     "model.training.flags", "course.atlas", "course.notebook", "pipeline.schedules", "pipeline.schedule",
     "pipeline.simulate", "pipeline.lower",

@@ -3,6 +3,7 @@
 data_parallel  tensor_parallel  context  pipeline  moe  precision  memory  checkpoint  attention
                  variants of a technique
 communication    algorithms of collectives, as schedules of chunks
+network          networks as graphs, and traffic on them
 annotate         sharding by annotation
 plan             planners and searches
 data             files of tokens, documents that say nearly the same

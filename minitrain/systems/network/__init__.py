@@ -1,0 +1,5 @@
+"""Networks as graphs, and what traffic does on them.
+
+First  graph         hosts, switches and cables; routes; what a flow or a whole schedule loads on every cable
+       topologies    from NVLink meshes to fat trees, Dragonflies, rails and tori, each in a few lines
+"""
