@@ -87,6 +87,11 @@ class Machine:
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
 
+    def card_of(self, rank: int) -> tuple[int, int]:
+        """(node, card of that node) that a rank sends over; neighbours share one where there are fewer."""
+        place = rank % self.devices_per_node
+        return self.node_of(rank), place * self.nics_per_node // self.devices_per_node
+
     # Per direction, what a device reaches inside its node, what a network card reaches, and a device's share
     # of its node's cards: in SPMD all devices of a node send at once.
     intra_bytes_per_s = property(lambda self: self.intra.bandwidth_bytes_per_s * self.network_efficiency)

@@ -2,7 +2,7 @@
 
     PipeMoE     seconds of r chunks in closed form, and the r that minimises them
     ScheMoE     an order for compressing, sending, decompressing and computing
-    Lina        a link that all-to-alls share with all-reduces
+    Lina        a link that all-to-alls share with all-reduces (played by links.py)
     MPipeMoE    rows whose buffer the next chunk needs: copy them to the host, or make them again
     DeepSeek-V3 two microbatches in turn at each all-to-all: of 64 ranks on 8 nodes 271 us of a layer stay
                 exposed for 12,443 one after the other, 0 with weight gradients behind transfers
@@ -17,7 +17,7 @@ ScheMoE's order is the shortest where both directions take the same times (searc
 measures how much copies slow products; DeepSeek's transfers between pipeline stages are left out.
 """
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, product, zip_longest
@@ -25,11 +25,13 @@ from math import ceil
 from typing import NamedTuple
 
 from minitrain.model.config import presets
+from minitrain.pipeline.simulate import divided
 from minitrain.plan.accounting import attention_parameters
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import GB, Link, Machine, machine
 from minitrain.ranks.checks import MOST, require_ints, require_nonnegative, require_one_of, require_positive
 from minitrain.ranks.events import Compute, Event, Issue, Wait
+from minitrain.systems.simulate import links
 from minitrain.systems.simulate.replay import replay
 from minitrain.systems.simulate.timeline import Timeline
 
@@ -128,33 +130,27 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
     require_one_of(("share", "priority"), policy=policy)
     if micro_s is not None:
         require_positive(micro_s=micro_s)
-    queue: deque[float] = deque()  # what is left of each all-reduce or micro-op
-    now, reduced, took, under_way = 0, 0, [], 0
-
-    def reduce_for(seconds: float, slower: int = 1) -> None:
-        """All-reduces have the link from now on, for so many seconds of their work."""
-        nonlocal reduced, under_way
-        used = 0
-        while queue and used < seconds:
-            part = min(seconds - used, queue[0])
-            used, queue[0] = used + part, queue[0] - part
-            reduced, under_way = now + slower * used, queue[0]
-            if not queue[0]:
-                queue.popleft()
-
-    for compute, transfer, reduction in layers:
-        reduce_for(compute)
-        now += compute
-        pieces = ceil(reduction / micro_s) if micro_s else 1
-        queue.extend([reduction / pieces] * pieces if reduction else [])
+    shares, tasks, before = policy == "share", [], ()
+    for i, (compute, transfer, reduction) in enumerate(layers):
+        tasks.append(links.Task(f"compute {i}", "compute", compute, after=before))
+        before = (f"compute {i}",)
+        pieces = ceil(reduction / micro_s) if micro_s and reduction else bool(reduction)
+        for j in range(pieces):
+            lane = "reductions" if shares else "link"
+            tasks.append(links.Task(f"reduce {i}.{j}", lane, divided(reduction, pieces), ("link",), before))
         if transfer:
-            delay, slower = (min(transfer, sum(queue)), 2) if policy == "share" else (under_way, 1)
-            reduce_for(delay, slower)
-            took.append(delay + transfer)
-            now += took[-1]
-    end = now
-    reduce_for(sum(queue))
-    return Step(took, reduced, end)
+            lane = "all-to-alls" if shares else "link"
+            tasks.append(links.Task(f"all-to-all {i}", lane, transfer, ("link",), before))
+            before = (f"all-to-all {i}",)
+    run = links.play(tasks, {"link": 1}, by=lambda task: not task.name.startswith("all-to-all"))
+    ends = {task.name: run.end(task.name) for task in tasks}
+    took = [
+        ends[f"all-to-all {i}"] - ends[f"compute {i}"]
+        for i, (_, transfer, _) in enumerate(layers)
+        if transfer
+    ]
+    reduced = max((end for name, end in ends.items() if name.startswith("reduce")), default=0)
+    return Step(took, reduced, max((end for name, end in ends.items() if name[0] != "r"), default=0))
 
 
 class Chunk(NamedTuple):  # seconds for one chunk of a layer

@@ -10,7 +10,8 @@ and ends on all members together. Wait stops the rank until then. Messages have 
 destination), and are on it a latency after both sides are there: one issued while another is under way
 follows it without a pause. Copies of one rank and way follow each other likewise, each in latency + bytes /
 bandwidth of the machine's `host` or `disk` link. Transfers of several streams share the `Wires` where they
-meet: two groups over one card take as long as in turn.
+meet: two groups over one card take as long as in turn, be they of one rank or of several; one rank alone on
+a card that others could use has all of it.
 
 Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024.
 Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. A faster device or network
@@ -19,7 +20,7 @@ that wait for no receiver; what a group that leaves the node sends inside it, be
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -37,7 +38,7 @@ from minitrain.systems.simulate.timeline import Span, Timeline
 _MESSAGE = {"send", "receive"}
 _END, _JOIN = range(2)
 Events = Mapping[int, Iterable[Event]]
-Wire = tuple[int, str, str]  # (rank, "in" or "out" of the node, "from" or "to" the rank)
+Wire = tuple  # ("rank" or "card", its number, "from" or "to" it), or a stream
 
 
 def replay(
@@ -60,7 +61,7 @@ def calibrated(machine: Machine, stack: Stack) -> Machine:
 
 
 class _Transfer:  # a collective or message on its way; a copy has no stream, and its end is known at once
-    def __init__(self, stream: "_Stream | None", wires: tuple[Wire, ...] = (), end_s: float = 0.0):
+    def __init__(self, stream: "_Stream | None", wires: links.Links = (), end_s: float = 0.0):
         self.stream, self.wires, self.end_s = stream, wires, end_s
         self.arrived: list[tuple[int, Issue, float]] = []  # (rank, its Issue, when)
         self.start_s = self.on_wire_s = 0.0  # it is on its wires when its latency is over
@@ -74,10 +75,13 @@ class _Stream:  # the transfers of one group, which all members issue in the sam
     def __init__(self, members: Sequence[int], machine: Machine, given: Collection[int], message: bool):
         self.expected = sorted(set(given).intersection(members))
         self.placement = collectives.place(members, machine)
-        level = "in" if self.placement.nodes == 1 else "out"
         senders, receivers = (members[:1], members[1:]) if message else (self.expected, self.expected)
-        wires = [(rank, level, "from") for rank in senders] + [(rank, level, "to") for rank in receivers]
-        self.wires = tuple(wire for wire in wires if wire[0] in given)
+        ends = [(rank, "from") for rank in senders] + [(rank, "to") for rank in receivers]
+        inside, across = self.placement.nodes == 1, Counter()
+        for rank, side in ends:
+            if rank in given:
+                across["rank" if inside else "card", rank if inside else machine.card_of(rank), side] += 1
+        self.wires = across if inside or self.placement.most == 1 else {**across, self: 1}
         self.transfers: list[_Transfer] = []
         self.count = dict.fromkeys(self.expected, 0)  # transfers issued so far, by rank
         self.queue: deque[_Transfer] = deque()  # all members are there; the first is under way
@@ -86,13 +90,15 @@ class _Stream:  # the transfers of one group, which all members issue in the sam
 
 class Wires:
     """Who is on which wire now; `join` and `leave` return those whose end has moved.
-    A wire is one rank's way out of, or into, its node's links ("in") or its share of the network cards
-    ("out"). A collective takes both ways of all its members, a message the source's way out and the
-    destination's way in, on the links if its group stays in a node, else on the cards. Shares are max-min
-    fair (links.shared); the slowest member counts. Only transfers that touch, if by others, share anew."""
+    A wire is one rank's way out of, or into, its node's links, or a card's, as wide as the ranks with events
+    here that use it have shares of it. A collective takes both ways of all its members, a message the
+    source's way out and the destination's way in, on the links if its group stays in a node, else on the
+    cards. Shares are max-min fair (links.shared); the slowest member counts, and a group with several ranks
+    on a node is never faster than at their shares. Only transfers that touch, if by others, share anew."""
 
-    def __init__(self):
+    def __init__(self, widths: Mapping[Wire, int] | None = None):
         self.users: dict[Wire, dict[_Transfer, None]] = {}
+        self.widths = widths or {}  # 1, if it is not there
 
     def join(self, transfer: _Transfer, now_s: float) -> list[_Transfer]:
         for wire in transfer.wires:
@@ -113,7 +119,7 @@ class Wires:
                     if other not in together:
                         together[other] = None
                         found.append(other)
-        whole = {wire: 1.0 for one in together for wire in one.wires}
+        whole = {wire: float(self.widths.get(wire, 1)) for one in together for wire in one.wires}
         moved = []
         for one, speed in links.shared({one: one.wires for one in together}, whole).items():
             if speed != one.speed:
@@ -131,7 +137,10 @@ class _Player:
         self.running = {rank: self.run(rank, events_by_rank[rank]) for rank in self.spans}
         self.streams: dict[tuple, _Stream] = {}
         self.by_identity: dict[tuple, _Stream] = {}  # hashing a group of 100,000 ranks takes a millisecond
-        self.wires = Wires() if sharing else None
+        cards = Counter(
+            ("card", machine.card_of(rank), side) for rank in self.spans for side in ("from", "to")
+        )
+        self.wires = Wires(cards) if sharing else None
         self.agenda: list[tuple] = []  # a heap of (when, end or join, tie, transfer, its version)
         self.tie = count()
         self.cost = cache(self.latency_and_cost)

@@ -172,6 +172,26 @@ def test_two_sums_over_one_card():
     assert ends == {(0, True): [0.14, 0.14], (0, False): [0.07, 0.07], (1, True): [0.11, 0.14]}
 
 
+def test_two_groups_share_a_network_card():
+    """1 GB each, of ranks 0 and 2, and of 1 and 3, over one card of 1 GB/s per node: one alone has all of it,
+    two have half each, and the second has all of it again as soon as the first is done."""
+    here, ends = changed(UNIT, devices_per_node=2, nics_per_node=1), {}
+    for late in (None, 0, 0.5):
+        events = {rank: Program() for rank in range(4)}
+        for rank, program in events.items():
+            if rank % 2:
+                program.compute(late or 0)
+            if rank % 2 == 0 or late is not None:
+                program.issue("all_reduce", "dp", (rank % 2, rank % 2 + 2), 10**9)
+        timeline = replay({rank: program.events for rank, program in events.items()}, here)
+        ends[late] = [round(span.end_s, 6) for rank in (0, 1) for span in timeline.transfers(rank)]
+        for rank in (2, 3):
+            assert [round(span.end_s, 6) for span in timeline.transfers(rank)] == ends[late][rank - 2 :][:1]
+        alone = replay({0: events[0].events}, here).transfers(0)[0]
+        assert alone.end_s == close(2), "without events the neighbour is taken to do the same"
+    assert ends == {None: [1], 0: [2, 2], 0.5: [1.5, 2]}
+
+
 def test_roofline():
     bound = [
         Compute("mm", 10**12, 10**8, "", "float32"),
@@ -288,7 +308,8 @@ def test_other_errors():
 # Four ranks on two nodes as a 2x2 grid. All run the same calls in the same order, as SPMD programs do, with
 # computation that differs by rank; a call is waited for at once or some steps later.
 INSIDE, OUTSIDE = Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up")
-GRID = Machine("grid", DEVICE, 2, INSIDE, OUTSIDE, 1)
+GRID = Machine("grid", DEVICE, 2, INSIDE, OUTSIDE, 1)  # both ranks of a node share its card
+FULL = changed(GRID, nics_per_node=2)  # each has one
 GROUPS = {"dp": lambda r: (r % 2, r % 2 + 2), "tp": lambda r: (r - r % 2, r - r % 2 + 1)}
 GROUPS["world"] = lambda r: range(4)
 OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -353,7 +374,7 @@ def transfer_s(event, grid=GRID):
     return collectives.seconds(event.op, event.payload_bytes, collectives.place(event.members, grid))
 
 
-def longest_path(events, in_order):
+def longest_path(events, in_order, grid=GRID):
     """Relax every constraint until nothing moves. Shares nothing with the replay but the costs.
 
     With `in_order`, transfers of one group follow each other; without, only what waits and computation force
@@ -376,9 +397,9 @@ def longest_path(events, in_order):
         for (axis, members, seq), came in arrivals.items():
             previous = ends.get((axis, members, seq - 1), 0.0) if in_order else 0.0
             event = came[0][1]
-            latency = transfer_s(changed(event, payload_bytes=0)) if event.op in ("send", "receive") else 0.0
+            latency = transfer_s(changed(event, payload_bytes=0), grid) if event.op in MESSAGE else 0.0
             ready = max(previous, *(now + latency for now, _ in came), 0.0)
-            ends[axis, members, seq] = ready + transfer_s(event) - latency
+            ends[axis, members, seq] = ready + transfer_s(event, grid) - latency
         if ends == before:
             return max([step, *ends.values()])
 
@@ -396,7 +417,7 @@ def test_between_the_critical_path_and_everything_in_turn(program):
     apart, step = (replay(events, GRID, sharing=sharing).step_s for sharing in (False, True))
     assert longest_path(events, in_order=False) <= apart + 1e-9
     assert apart == close(longest_path(events, in_order=True))
-    assert longest_path(events, in_order=False) <= step + 1e-9
+    assert longest_path(events, in_order=False, grid=FULL) <= step + 1e-9
     assert step <= everything_in_turn(events) + 1e-9
 
 
@@ -424,14 +445,12 @@ def as_tasks(events):
         place = collectives.place(event.members, GRID)
         sizes = 0, event.payload_bytes
         latency, all_of_it = (collectives.seconds(event.op, n, place, ways[event.op]) for n in sizes)
-        message, level = event.op in ("send", "receive"), place.nodes
-        wires = [f"alone {key}"]
-        for away in (True, False):
-            wires += [f"{rank} {level} {away}" for rank in event.members if passes(event, rank, away)]
-        bytes_per_s |= dict.fromkeys(wires, 1.0)
+        message = event.op in MESSAGE
+        wires = wires_of(event) | ({f"alone {key}": 1} if place.most > 1 or place.nodes == 1 else {})
+        bytes_per_s |= {wire: 2.0 if wire.startswith("card") else 1.0 for wire in wires}
         lane = f"latency {key}" if message else stream
         tasks.append(Task(f"latency {key}", lane, latency, after=tuple(name for _, name in came)))
-        passed = tuple(wires) if all_of_it > latency else ()
+        passed = wires if all_of_it > latency else ()
         tasks.append(Task(key, stream, all_of_it - latency, passed, after=(f"latency {key}",)))
     return tasks, bytes_per_s, ways
 
@@ -456,26 +475,38 @@ def test_no_wire_carries_more_than_it_can(program):
     """Of all that begins and ends within a time, the seconds that it needs alone fit in."""
     ways = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "ring"}
     timeline = replay(written(program), GRID, algorithms=ways | {"all_to_all": "pairwise"})
-    for rank in range(4):
-        carried = {}
-        for span in timeline.transfers(rank):
-            event, place = span.event, collectives.place(span.event.members, GRID)
-            way = ways.get(event.op, "auto")
-            latency, whole = (collectives.seconds(event.op, n, place, way) for n in (0, event.payload_bytes))
-            begin = span.start_s + latency * (event.op not in ("send", "receive"))
-            assert span.end_s - begin >= whole - latency - 1e-9
-            carried.setdefault(place.nodes, []).append((begin, span.end_s, whole - latency, event))
-        for mine in carried.values():
-            for away in (True, False):
-                here = [one for one in mine if passes(one[3], rank, away)]
-                for begin, *_ in here:
-                    for _, end, *_ in here:
-                        inside = sum(needed for a, b, needed, _ in here if a >= begin and b <= end)
-                        assert inside <= max(0.0, end - begin) + 1e-9
+    carried = {}
+    for event, start, end in {
+        (span.event, span.start_s, span.end_s) for r in range(4) for span in timeline.transfers(r)
+    }:
+        if event.op == "receive":
+            continue  # its send has been counted
+        place, way = collectives.place(event.members, GRID), ways.get(event.op, "auto")
+        latency, whole = (collectives.seconds(event.op, n, place, way) for n in (0, event.payload_bytes))
+        begin = start + latency * (event.op not in MESSAGE)
+        alone = (whole - latency) / (2 if (place.nodes, place.most) == (2, 1) else 1)
+        assert end - begin >= alone - 1e-9
+        for wire, load in wires_of(event).items():
+            needed = (whole - latency) * load / (2 if wire.startswith("card") else 1)
+            carried.setdefault(wire, {})[event.axis, event.members, event.seq] = begin, end, needed
+    for here in (list(of.values()) for of in carried.values()):
+        for begin, *_ in here:
+            for _, end, _ in here:
+                inside = sum(needed for a, b, needed in here if a >= begin and b <= end)
+                assert inside <= max(0.0, end - begin) + 1e-9
 
 
-def passes(event, rank, away):
-    return event.op not in ("send", "receive") or event.members[0 if away else 1] == rank
+MESSAGE = "send", "receive"
+
+
+def wires_of(event):
+    """{wire: how many members take it}: a rank's links, or the card that both ranks of a node share."""
+    inside = len({rank // 2 for rank in event.members}) == 1
+    pairs = [(rank, away) for away in (True, False) for rank in event.members]
+    if event.op in MESSAGE:
+        pairs = [(event.members[0], True), (event.members[1], False)]
+    names = [f"rank {rank} {away}" if inside else f"card {rank // 2} {away}" for rank, away in pairs]
+    return {name: names.count(name) for name in names}
 
 
 @settings(max_examples=60)
