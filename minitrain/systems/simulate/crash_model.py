@@ -7,8 +7,8 @@
 Of a file that was not synced, each sector of 512 bytes is as after any one of the writes to it or before, and
 its length any that it had or a border of sectors; what was never written is zero. Of a folder that was not
 synced, any of the changes of names may have happened and others not, later ones without earlier ones; a
-rename is one change. Files and folders are independent of each other. That is more than any real file system
-does wrong (ext4 keeps changes of names in order), and all that POSIX promises.
+rename is one change. Files and folders are independent of each other. That is all that POSIX promises, and
+more than ext4 loses, which keeps changes of names in order.
 
 A tree is {path: bytes, or None for a folder}.
 """
