@@ -2,17 +2,18 @@
 
     scores [N, E] -> Routing(experts [N, k], weights [N, k])       y_n = sum_j weights_nj · expert_nj(x_n)
 
+    top_k            the k best, softmax over these k                          Mixtral: Jiang et al. 2024, 2.1
     switch           the best expert, weighted with its probability            Fedus et al. 2021, section 2.1
     gshard           the two best, the second only sometimes                   Lepikhin et al. 2020, alg. 1
-    top_k            the k best, softmax over these k                          Mixtral: Jiang et al. 2024, 2.1
-    deepseek         sigmoid; a bias chooses and does not weigh; few nodes     DeepSeek-V3 2024, 2.1.2
+    deepseek         sigmoid; a bias for the choice alone; at most some nodes  DeepSeek-V3 2024, 2.1.2
     expert_choice    each expert takes its C best tokens                       Zhou et al. 2022, section 3.2
     balanced         in turn, by position, whatever the scores say             for dry runs
 
-Of equal scores the lower index wins. A token that `mask` leaves out goes nowhere: expert -1 and weight 0, as
-does a choice that is dropped. Gradients flow through weights and probs, never through the choice. Losses are
-sums over tokens, divided by the tokens of the whole batch: given the `counts` and `tokens` of all
-microbatches and ranks, what each computes from its own tokens adds up to the loss of one process.
+Scores 1, 3, 2, top_k with k = 2: experts 1, 2 with weights softmax(3, 2) = 0.73, 0.27. Of equal scores the
+lower index wins. A token that `mask` leaves out and a choice that is dropped have expert -1 and weight 0.
+Gradients flow through weights and probs, never through the choice. Losses are sums over tokens, divided by
+the tokens of the whole batch: given the `counts` and `tokens` of all microbatches and ranks, what each
+computes from its own tokens adds up to the loss of one process.
 """
 
 import math
@@ -43,7 +44,6 @@ class Routing:
 
     def within(self, capacity: int, places: Tensor | None = None) -> "Routing":
         """No expert gets more than `capacity` tokens: first choices before second ones, then in their order.
-
         `places` [N, k] are those of `places_of`, where the tokens are not a group of their own."""
         if capacity < 1:
             raise ValueError(f"capacity = {capacity}; an expert needs room for at least 1 token")
@@ -64,22 +64,9 @@ class Routing:
         return replace(self.without(dropped), sizes=sizes, visits=visits)
 
 
-def counts_of(experts: Tensor, num_experts: int) -> Tensor:
-    """[.., M] choices -> [.., E]: how many there are of each."""
-    counts = experts.new_zeros(*experts.shape[:-1], num_experts + 1)
-    return counts.scatter_add_(-1, experts + 1, torch.ones_like(experts))[..., 1:]
-
-
-def places_of(experts: Tensor) -> Tensor:
-    """[.., T, k] choices -> [.., T, k]: which of its expert's tokens each is, from 1 on, of all T.
-
-    All first choices come before all second ones."""
-    in_order = experts.transpose(-1, -2).flatten(-2)
-    order = in_order.argsort(stable=True, dim=-1)
-    alike = in_order.gather(-1, order)
-    numbers = torch.arange(1, alike.shape[-1] + 1, device=alike.device) - torch.searchsorted(alike, alike)
-    places = torch.empty_like(in_order).scatter_(-1, order, numbers)
-    return places.unflatten(-1, (experts.shape[-1], -1)).transpose(-1, -2)
+def top_k(scores: Tensor, k: int, mask: Tensor | None = None) -> Routing:
+    """The k best, with the softmax over their scores alone."""
+    return _routed(scores.softmax(-1), _best(_checked(scores, k), k), mask, normalised=True)
 
 
 def switch(scores: Tensor, mask: Tensor | None = None) -> Routing:
@@ -94,11 +81,6 @@ def gshard(scores: Tensor, draws: Tensor, mask: Tensor | None = None) -> Routing
     stays = torch.zeros_like(routing.experts, dtype=torch.bool)
     stays[:, 1] = 2 * routing.weights[:, 1].detach() <= draws
     return routing.without(stays)
-
-
-def top_k(scores: Tensor, k: int, mask: Tensor | None = None) -> Routing:
-    """The k best, with the softmax over their scores alone."""
-    return _routed(scores.softmax(-1), _best(_checked(scores, k), k), mask, normalised=True)
 
 
 def deepseek(scores, k, bias, mask=None, *, nodes=1, node_limit=None, scale=1.0) -> Routing:
@@ -152,32 +134,7 @@ def balanced(scores: Tensor, k: int, positions: Tensor, mask: Tensor | None = No
     return replace(routing, sizes=sizes, visits=partial(visits_in_turn, rows, length, k, experts))
 
 
-def visits_in_turn(rows: int, length: int, k: int, experts: int, nodes: int, only=None) -> list[int]:
-    """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` parts of the experts."""
-    turn, visits = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
-    for token in range(min(turn, length)):
-        visited = {(token * k + j) % experts for j in range(k)}
-        for node in {e * nodes // experts for e in visited if only is None or e in only}:
-            visits[node] += rows * math.ceil((length - token) / turn)
-    return visits
-
-
-def without_numbers(x: Tensor) -> bool:
-    """Is it a dry run's?"""
-    return x.is_meta or type(x) not in (Tensor, nn.Parameter)
-
-
-def _checked(scores: Tensor, k: int, values: bool = True) -> Tensor:
-    if scores.dim() != 2 or not 1 <= k <= scores.shape[1]:
-        rule = "a router needs scores [tokens, experts] and k from 1 to the number of experts"
-        raise ValueError(f"scores {list(scores.shape)}, k = {k}; {rule}")
-    finite = torch.isfinite(scores.detach())  # detached, for autograd would save what is looked at
-    if values and not bool(finite.all()):
-        token = int((~finite).any(1).nonzero()[0])
-        raise ValueError(f"scores of token {token} are not finite; the router would send it anywhere")
-    return scores
-
-
+# ---- what all routers share
 def _best(values: Tensor, k: int) -> Tensor:
     """Indices of the k largest along the last dim, of equal ones the lower first."""
     return values.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
@@ -196,7 +153,48 @@ def _routed(probs: Tensor, experts: Tensor, mask: Tensor | None, normalised: boo
     return routing.without(nowhere)
 
 
-# ---- what keeps it balanced ------------------------------------------------------------------------------
+def _checked(scores: Tensor, k: int, values: bool = True) -> Tensor:
+    if scores.dim() != 2 or not 1 <= k <= scores.shape[1]:
+        rule = "a router needs scores [tokens, experts] and k from 1 to the number of experts"
+        raise ValueError(f"scores {list(scores.shape)}, k = {k}; {rule}")
+    finite = torch.isfinite(scores.detach())  # detached, for autograd would save what is looked at
+    if values and not bool(finite.all()):
+        token = int((~finite).any(1).nonzero()[0])
+        raise ValueError(f"scores of token {token} are not finite; the router would send it anywhere")
+    return scores
+
+
+def without_numbers(x: Tensor) -> bool:
+    """Is it a dry run's?"""
+    return x.is_meta or type(x) not in (Tensor, nn.Parameter)
+
+
+def visits_in_turn(rows: int, length: int, k: int, experts: int, nodes: int, only=None) -> list[int]:
+    """How many tokens `balanced` sends to one or more (of `only`) in each of `nodes` parts of the experts."""
+    turn, visits = experts // math.gcd(k, experts), [0] * nodes  # after `turn` tokens it begins again
+    for token in range(min(turn, length)):
+        visited = {(token * k + j) % experts for j in range(k)}
+        for node in {e * nodes // experts for e in visited if only is None or e in only}:
+            visits[node] += rows * math.ceil((length - token) / turn)
+    return visits
+
+
+# ---- how many tokens an expert gets: counts, and room for them
+def counts_of(experts: Tensor, num_experts: int) -> Tensor:
+    """[.., M] choices -> [.., E]: how many there are of each."""
+    counts = experts.new_zeros(*experts.shape[:-1], num_experts + 1)
+    return counts.scatter_add_(-1, experts + 1, torch.ones_like(experts))[..., 1:]
+
+
+def places_of(experts: Tensor) -> Tensor:
+    """[.., T, k] choices -> [.., T, k]: which of its expert's tokens each is, from 1 on, of all T: all first
+    choices come before all second ones. [[1, 0], [1, 2]] -> [[1, 1], [2, 1]]"""
+    in_order = experts.transpose(-1, -2).flatten(-2)
+    order = in_order.argsort(stable=True, dim=-1)
+    alike = in_order.gather(-1, order)
+    numbers = torch.arange(1, alike.shape[-1] + 1, device=alike.device) - torch.searchsorted(alike, alike)
+    places = torch.empty_like(in_order).scatter_(-1, order, numbers)
+    return places.unflatten(-1, (experts.shape[-1], -1)).transpose(-1, -2)
 
 
 def capacity_of(tokens: int, experts: int, k: int, factor: float) -> int:
@@ -207,9 +205,9 @@ def capacity_of(tokens: int, experts: int, k: int, factor: float) -> int:
     return math.ceil(Fraction(k * tokens, experts) * Fraction(factor).limit_denominator(1000))
 
 
+# ---- what keeps loads even: losses, and a bias
 def balance_loss(routing: Routing, alpha: float, counts=None, tokens=None) -> Tensor:
-    """alpha · E · sum_e f_e · P_e: f_e the share of choices, P_e the mean probability (Switch, eqs. 4 to 6).
-
+    """alpha · E · sum_e f_e · P_e: f_e the share of choices, P_e the mean probability (Switch, eqs. 4 to 6):
     alpha if both are uniform, alpha · E if all tokens surely go to one expert. Without `counts` [E] and
     `tokens` of the whole batch, this routing is all of it."""
     counts = routing.counts if counts is None else counts
@@ -222,6 +220,11 @@ def balance_sum(probs: Tensor, counts: Tensor) -> Tensor:
     all groups of tokens. In the uniform case a token adds 1."""
     shares = counts.to(probs.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
     return counts.shape[-1] * (shares * probs.sum(-2)).sum()
+
+
+def tokens_of(routing: Routing) -> Tensor:
+    """Tokens that are not masked: their probabilities add up to 1."""
+    return (routing.probs.detach().sum(1) > 0).sum()
 
 
 def z_loss(scores: Tensor, alpha: float, mask: Tensor | None = None, tokens: int | None = None) -> Tensor:
@@ -239,8 +242,3 @@ def z_sum(scores: Tensor, mask: Tensor | None = None) -> Tensor:
 def moved_bias(bias: Tensor, counts: Tensor, speed: float) -> Tensor:
     """The bias of `deepseek` after a step: up by `speed` where a load is below the mean, down where above."""
     return bias + speed * torch.sign(counts.to(bias.dtype).mean() - counts)
-
-
-def tokens_of(routing: Routing) -> Tensor:
-    """Tokens that are not masked: their probabilities add up to 1."""
-    return (routing.probs.detach().sum(1) > 0).sum()

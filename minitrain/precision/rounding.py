@@ -2,6 +2,7 @@
 
     x = s · 2^(e - M),  e = max(exponent of x, smallest exponent of the format)
     rounded = round(s) · 2^(e - M)
+    1.3 in E4M3, M = 3: e = 0, s = 10.4; nearest 10/8 = 1.25; by chance 10/8 or, in 4 of 10 draws, 11/8
 
 The power of two is a mask over the bits of x, so s is exact, and rounding s to an integer rounds x to the
 format, subnormals included; a float64 is rounded once. Where torch has the format, its own cast is used.
@@ -35,34 +36,34 @@ def round_to(x, format: str | Format, mode="nearest", *, overflow=None, generato
     return rounded(x, f, mode, overflow, generator)
 
 
-def encode(x, format: str | Format, mode="nearest", *, overflow: str | None = None, generator=None) -> Tensor:
-    """Codes of x: uint8 to 8 bits, uint16 or int32 above; of an integer format int8, its value."""
-    f = checked("encode", x, format, mode, overflow, generator)
-    x = _bounded(x, f, overflow) if mode == "nearest" else rounded(x, f, mode, overflow, generator)
-    return codes_of(x, f, overflow)
-
-
-def decode(codes: Tensor, format: str | Format) -> Tensor:
-    """What codes of any integer dtype stand for, float32."""
-    f = format_of("decode", format)
+def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, generator=None) -> Tensor:
+    """`round_to` after its checks."""
+    x = _bounded(x, f, overflow)
     if f.integer:
-        return codes.float()
-    if f.dtype is not None and f.bits in (8, 16):
-        return codes.to(torch.uint8 if f.bits == 8 else torch.uint16).view(f.dtype).float()
-    codes = codes.int()
-    if f.exponent_bits == 8:  # float32, or its upper part
-        return (codes << 32 - f.bits).view(torch.float32)
-    values = [f.value(code) for code in range(1 << f.bits)]
-    return torch.tensor(values, device=codes.device)[codes & len(values) - 1]
+        return round_(x, mode, generator)
+    if f.table:
+        return decode(codes_of(x, f), f).to(x.dtype)
+    if mode == "nearest" and x.dtype == torch.float32 and f.dtype is not None:
+        return _cast(x, f, overflow).float()
+    if not f.signed:
+        x = x.masked_fill(x <= 0, math.nan).clamp_(min=f.smallest_normal)
+    ints, exponent, _ = LAYOUT[x.dtype]
+    power = (x.view(ints) & exponent).view(x.dtype).clamp_(2.0**f.min_exponent, 2.0**f.max_exponent)
+    # power is 2^e and x / power / eps is s; subnormals have the smallest e
+    y = round_((x / power).mul_(1 / f.eps), mode, generator).mul_(f.eps).mul_(power)
+    if overflow is None and f.has_nan:
+        y = torch.where(y.abs() > f.max, y * (math.inf if f.has_infinity else math.nan), y)
+    return y.add_(0.0) if f.specials == "fnuz" else y  # -0 + 0 = 0
 
 
-def every_value(format: str | Format) -> Tensor:
-    """Of all codes in their order, [2^bits] float32; of integers from the smallest to the largest."""
-    f = format_of("every_value", format)
-    if f.bits > 16:
-        raise ValueError(f"every_value: {f.name} has 2^{f.bits} codes; use a format of 16 bits or fewer")
-    codes = torch.arange(-f.max_code, f.max_code + 1) if f.integer else torch.arange(1 << f.bits)
-    return decode(codes, f)
+def round_(s: Tensor, mode: str, draw: Generator | Tensor | None = None) -> Tensor:
+    """To integers, in place."""
+    if mode == "nearest":
+        return s.round_()
+    if not isinstance(draw, Tensor):
+        draw = torch.rand(s.shape, generator=draw, dtype=s.dtype, device=s.device)
+    below = s.floor()
+    return s.sub_(below).gt_(draw).add_(below)
 
 
 def add_stochastic_(weight: Tensor, update: Tensor, generator: Generator | Tensor) -> Tensor:
@@ -75,50 +76,11 @@ def add_stochastic_(weight: Tensor, update: Tensor, generator: Generator | Tenso
     return weight
 
 
-def readable(x: Tensor) -> bool:  # in a dry run tensors have shapes only
-    return type(x.detach()) is Tensor
-
-
-def checked(what: str, x: Tensor, format, mode: str, overflow, generator) -> Format:
-    f = format_of(what, format)
-    check_mode(what, f, mode, generator)
-    require_one_of((None, "saturate"), overflow=overflow)
-    if not x.is_floating_point() or x.element_size() == 1:
-        raise ValueError(f"{what}: x is {x.dtype}; use a floating tensor of 16 bits or more: x.float()")
-    if isinstance(generator, Tensor) and generator.shape != x.shape:
-        given = f"{list(generator.shape)} numbers to round x {list(x.shape)}"
-        raise ValueError(f"{what}: generator gives {given}; use one in [0, 1) for each")
-    if not f.has_nan and readable(x) and x.isnan().any():
-        raise ValueError(f"{what}: x holds NaN and {f.name} has no code for it; use x.nan_to_num()")
-    return f
-
-
-def check_mode(what: str, f: Format, mode: str, generator) -> None:
-    require_one_of(MODES, mode=mode)
-    if (mode == "stochastic") != (generator is not None):
-        cure = "generator=torch.Generator().manual_seed(0)" if generator is None else "mode='stochastic'"
-        raise ValueError(f"{what}: mode={mode!r} with generator={generator}; use {cure}")
-    if f.table and mode != "nearest":
-        raise ValueError(f"{what}: {f.name} is a table without steps, so mode={mode!r} has none; use nearest")
-
-
-def rounded(x: Tensor, f: Format, mode: str, overflow: str | None = None, generator=None) -> Tensor:
-    # `round_to` after its checks
-    x = _bounded(x, f, overflow)
-    if f.integer:
-        return round_(x, mode, generator)
-    if f.table:
-        return decode(codes_of(x, f), f).to(x.dtype)
-    if mode == "nearest" and x.dtype == torch.float32 and f.dtype is not None:
-        return _cast(x, f, overflow).float()
-    if not f.signed:
-        x = x.masked_fill(x <= 0, math.nan).clamp_(min=f.smallest_normal)
-    ints, exponent, _ = LAYOUT[x.dtype]
-    power = (x.view(ints) & exponent).view(x.dtype).clamp_(2.0**f.min_exponent, 2.0**f.max_exponent)
-    y = round_((x / power).mul_(1 / f.eps), mode, generator).mul_(f.eps).mul_(power)
-    if overflow is None and f.has_nan:
-        y = torch.where(y.abs() > f.max, y * (math.inf if f.has_infinity else math.nan), y)
-    return y.add_(0.0) if f.specials == "fnuz" else y  # -0 + 0 = 0
+def encode(x, format: str | Format, mode="nearest", *, overflow: str | None = None, generator=None) -> Tensor:
+    """Codes of x: uint8 to 8 bits, uint16 or int32 above; of an integer format int8, its value."""
+    f = checked("encode", x, format, mode, overflow, generator)
+    x = _bounded(x, f, overflow) if mode == "nearest" else rounded(x, f, mode, overflow, generator)
+    return codes_of(x, f, overflow)
 
 
 def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
@@ -145,6 +107,30 @@ def codes_of(x: Tensor, f: Format, overflow: str | None = None) -> Tensor:
     return codes.to(torch.uint8) if f.bits <= 8 else codes
 
 
+def decode(codes: Tensor, format: str | Format) -> Tensor:
+    """What codes of any integer dtype stand for, float32."""
+    f = format_of("decode", format)
+    if f.integer:
+        return codes.float()
+    if f.dtype is not None and f.bits in (8, 16):
+        return codes.to(torch.uint8 if f.bits == 8 else torch.uint16).view(f.dtype).float()
+    codes = codes.int()
+    if f.exponent_bits == 8:  # float32, or its upper part
+        return (codes << 32 - f.bits).view(torch.float32)
+    values = [f.value(code) for code in range(1 << f.bits)]
+    return torch.tensor(values, device=codes.device)[codes & len(values) - 1]
+
+
+def every_value(format: str | Format) -> Tensor:
+    """Of all codes in their order, [2^bits] float32; of integers from the smallest to the largest."""
+    f = format_of("every_value", format)
+    if f.bits > 16:
+        raise ValueError(f"every_value: {f.name} has 2^{f.bits} codes; use a format of 16 bits or fewer")
+    codes = torch.arange(-f.max_code, f.max_code + 1) if f.integer else torch.arange(1 << f.bits)
+    return decode(codes, f)
+
+
+# ---- what is too large, torch's casts, and what is refused
 def _bounded(x: Tensor, f: Format, overflow: str | None) -> Tensor:
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     if overflow is None and f.has_nan:
@@ -163,12 +149,28 @@ def _cast(x: Tensor, f: Format, overflow: str | None) -> Tensor:
     return y
 
 
-def round_(s: Tensor, mode: str, generator: Generator | Tensor | None = None) -> Tensor:
-    """To integers, in place."""
-    if mode == "nearest":
-        return s.round_()
-    draw = generator
-    if not isinstance(draw, Tensor):
-        draw = torch.rand(s.shape, generator=generator, dtype=s.dtype, device=s.device)
-    below = s.floor()
-    return s.sub_(below).gt_(draw).add_(below)
+def checked(what: str, x: Tensor, format, mode: str, overflow, generator) -> Format:
+    f = format_of(what, format)
+    check_mode(what, f, mode, generator)
+    require_one_of((None, "saturate"), overflow=overflow)
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise ValueError(f"{what}: x is {x.dtype}; use a floating tensor of 16 bits or more: x.float()")
+    if isinstance(generator, Tensor) and generator.shape != x.shape:
+        given = f"{list(generator.shape)} numbers to round x {list(x.shape)}"
+        raise ValueError(f"{what}: generator gives {given}; use one in [0, 1) for each")
+    if not f.has_nan and readable(x) and x.isnan().any():
+        raise ValueError(f"{what}: x holds NaN and {f.name} has no code for it; use x.nan_to_num()")
+    return f
+
+
+def check_mode(what: str, f: Format, mode: str, generator) -> None:
+    require_one_of(MODES, mode=mode)
+    if (mode == "stochastic") != (generator is not None):
+        cure = "generator=torch.Generator().manual_seed(0)" if generator is None else "mode='stochastic'"
+        raise ValueError(f"{what}: mode={mode!r} with generator={generator}; use {cure}")
+    if f.table and mode != "nearest":
+        raise ValueError(f"{what}: {f.name} is a table without steps, so mode={mode!r} has none; use nearest")
+
+
+def readable(x: Tensor) -> bool:  # in a dry run tensors have shapes only
+    return type(x.detach()) is Tensor

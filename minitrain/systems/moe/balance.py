@@ -1,6 +1,7 @@
 """Busy experts on more ranks than one: copies for a layer, replicas for good, plans that switch for nothing.
 
     holders[e] = (owner, rank, rank, ..)     who works for expert e; experts stand on a rank by their number
+    ((0, 1), (0,), (1,), (1,))               4 experts on 2 ranks, 0 copied: rank 1 has 0, 2, 3, as its places
 
 layer        rows go to a holder: to the same rank if it is one, else to the owner; or to the holders in turn
 copied       weights [E/n, ..] of the owners -> [experts of this rank, ..]; backward adds up at the owner
@@ -73,12 +74,30 @@ def placed(routing: Routing, holders: Holders, group: ProcessGroup, *, share: bo
     return replace(routing, experts=slots, probs=width, sizes=None)
 
 
-# ---- weights to holders, gradients back ------------------------------------------------------------------
+def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) -> Tensor:
+    """x [N, D] -> [N, D], where each rank has 1/n of the weights and the c neighbours in `sharing` gather.
 
-# elements start to stop of an expert's weights, on their way
-Parcel = namedtuple("Parcel", "source to expert start stop")
+    E >= n: E/n experts are here, [E/n, D, F] and [E/n, F, D]; else 1/s of one, s = n/E: [1, D, F/s] and
+    [1, F/s, D]. c = n: all weights come, no row goes. c = 1: none come; a row goes to all s ranks of its
+    expert, whose results add up (act works on each element of F alone). Between: c copies of each expert, on
+    r = n/(cE) ranks each if r > 1; a row goes to the copy with its rank's place in `sharing`."""
+    n, c, num = group.size(), sharing.size(), routing.probs.shape[1]
+    uneven = n % c or (num % n and n % num) or (num * c % n and n % (num * c))
+    if uneven or sharing.rank() != group.rank() % c:
+        rule = "neighbours gather, as many everywhere, and get whole experts or equal parts of one"
+        raise ValueError(f"{num} experts on {n} ranks, {c} gather: {rule}")
+    here, parts = max(1, num * c // n), max(1, n // (num * c))
+    *ups, down = (collectives.gather_to(tensor, sharing).unflatten(0, (here, -1)) for tensor in weights)
+    full = [up.transpose(1, 2).flatten(2) for up in ups] + [down.flatten(1, 2)]
+    piece = routing.experts[..., None] * parts + torch.arange(parts, device=x.device)  # [N, k, r]
+    slots = (piece // here * c + group.rank() % c) * here + piece % here
+    slots = slots.masked_fill(routing.experts[..., None] == NOWHERE, NOWHERE).flatten(1)
+    width = routing.probs.new_zeros(()).expand(len(x), n * here)
+    trip = Dispatch(replace(routing, experts=slots, probs=width, sizes=None), group)
+    return trip.back(work(trip.there(x), trip.counts, *full), routing.weights.repeat_interleave(parts, 1))
 
 
+# ---- weights to holders, gradients back
 def copied(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
     """Each owner's experts -> all experts that this rank holds. Differentiable: the owner gets the sum."""
     if any(there[0] != e * group.size() // len(holders) for e, there in enumerate(holders)):
@@ -93,24 +112,6 @@ def shadows(weights: Weights, chosen: Sequence[int], group: ProcessGroup) -> lis
     holders = [(e // here, *(r for r in ranks if r != e // here)) for e in chosen]
     mine = torch.tensor([e % here for e in chosen if e // here == rank], dtype=torch.long)
     return _passed_on([tensor[mine.to(tensor.device)] for tensor in weights], holders, group)
-
-
-def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
-    """The weights of the experts of which this rank is first -> of all that it holds."""
-    rank, own = group.rank(), _packed(weights)
-    here = experts_of(holders, group.size())[rank]
-    first = [part for e in range(len(holders)) for part in _slices(e, holders[e][1:], own.shape[1])]
-    out = [Parcel(holders[e][0], to, e, *cut) for to, e, *cut in first]
-    on = [Parcel(by, to, e, *cut) for by, e, *cut in first for to in holders[e][1:] if to != by]
-    mine = {e: own[i] for i, e in enumerate(e for e, there in enumerate(holders) if there[0] == rank)}
-    slices, got = _carried(out, lambda p: mine[p.expert][p.start : p.stop], group, own.flatten())
-    by_cut = {p[2:]: part for p, part in slices.items()}
-    others, got = _carried(on, lambda p: by_cut[p[2:]], group, got)
-    by_cut |= {p[2:]: part for p, part in others.items()}
-    by_cut |= {(e, 0, own.shape[1]): row for e, row in mine.items()}
-    # got[:0]: a rank that receives nothing must come to the all-to-alls of backward too
-    rows = torch.cat([got[:0], *(by_cut[cut] for cut in sorted(by_cut))])
-    return _unpacked(rows.view(len(here), -1), weights)
 
 
 def summed(grads: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
@@ -145,6 +146,28 @@ def moved(tensors: Weights, before: Holders, after: Holders, group: ProcessGroup
     return _unpacked(torch.stack([mine[e] for e in experts_of(after, group.size())[rank]]), tensors)
 
 
+# ---- how: parcels of elements in one all-to-all, which all ranks can list
+Parcel = namedtuple("Parcel", "source to expert start stop")  # elements start to stop of an expert's weights
+
+
+def _passed_on(weights: Weights, holders: Holders, group: ProcessGroup) -> list[Tensor]:
+    """Weights whose first holder is here -> of all here: slices go `out` to holders, who pass them `on`."""
+    rank, own = group.rank(), _packed(weights)
+    here = experts_of(holders, group.size())[rank]
+    first = [part for e in range(len(holders)) for part in _slices(e, holders[e][1:], own.shape[1])]
+    out = [Parcel(holders[e][0], to, e, *cut) for to, e, *cut in first]
+    on = [Parcel(by, to, e, *cut) for by, e, *cut in first for to in holders[e][1:] if to != by]
+    mine = {e: own[i] for i, e in enumerate(e for e, there in enumerate(holders) if there[0] == rank)}
+    slices, got = _carried(out, lambda p: mine[p.expert][p.start : p.stop], group, own.flatten())
+    by_cut = {p[2:]: part for p, part in slices.items()}
+    others, got = _carried(on, lambda p: by_cut[p[2:]], group, got)
+    by_cut |= {p[2:]: part for p, part in others.items()}
+    by_cut |= {(e, 0, own.shape[1]): row for e, row in mine.items()}
+    # got[:0]: a rank that receives nothing must come to the all-to-alls of backward too
+    rows = torch.cat([got[:0], *(by_cut[cut] for cut in sorted(by_cut))])
+    return _unpacked(rows.view(len(here), -1), weights)
+
+
 def _carried(parcels: list[Parcel], piece: Callable, group, like: Tensor) -> tuple[dict, Tensor]:
     """One all-to-all for parcels that all ranks know of: what comes here, and all of it as one tensor."""
     rank, ranks = group.rank(), range(group.size())
@@ -171,26 +194,3 @@ def _packed(tensors: Weights) -> Tensor:
 def _unpacked(rows: Tensor, like: Weights) -> list[Tensor]:
     parts = rows.split([tensor.shape[1:].numel() for tensor in like], 1)
     return [part.unflatten(1, tensor.shape[1:]) for part, tensor in zip(parts, like)]
-
-
-def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) -> Tensor:
-    """x [N, D] -> [N, D], where each rank has 1/n of the weights and the c neighbours in `sharing` gather.
-
-    E >= n: E/n experts are here, [E/n, D, F] and [E/n, F, D]; else 1/s of one, s = n/E: [1, D, F/s] and
-    [1, F/s, D]. c = n: all weights come, no row goes. c = 1: none come; a row goes to all s ranks of its
-    expert, whose results add up (act works on each element of F alone). Between: c copies of each expert, on
-    r = n/(cE) ranks each if r > 1; a row goes to the copy with its rank's place in `sharing`."""
-    n, c, num = group.size(), sharing.size(), routing.probs.shape[1]
-    uneven = n % c or (num % n and n % num) or (num * c % n and n % (num * c))
-    if uneven or sharing.rank() != group.rank() % c:
-        rule = "neighbours gather, as many everywhere, and get whole experts or equal parts of one"
-        raise ValueError(f"{num} experts on {n} ranks, {c} gather: {rule}")
-    here, parts = max(1, num * c // n), max(1, n // (num * c))
-    *ups, down = (collectives.gather_to(tensor, sharing).unflatten(0, (here, -1)) for tensor in weights)
-    full = [up.transpose(1, 2).flatten(2) for up in ups] + [down.flatten(1, 2)]
-    piece = routing.experts[..., None] * parts + torch.arange(parts, device=x.device)  # [N, k, r]
-    slots = (piece // here * c + group.rank() % c) * here + piece % here
-    slots = slots.masked_fill(routing.experts[..., None] == NOWHERE, NOWHERE).flatten(1)
-    width = routing.probs.new_zeros(()).expand(len(x), n * here)
-    trip = Dispatch(replace(routing, experts=slots, probs=width, sizes=None), group)
-    return trip.back(work(trip.there(x), trip.counts, *full), routing.weights.repeat_interleave(parts, 1))

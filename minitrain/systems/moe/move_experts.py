@@ -5,8 +5,9 @@ up, gate [E/n, D, F], down [E/n, F, D] of this rank's experts               -> [
 
 N nodes of g ranks: rank r of all is place r % g of node r // g; expert e is on rank e // (E/n). In round
 (s, j) every rank gets, over `across`, expert j of its place in the node s further, if anyone in its node
-wants it; then over `inside` all that want one get it, place after place. So an expert enters a node once.
-Without nodes `inside` is a group of one. In backward gradients go back so: summed in the node, then at home.
+wants it; then over `inside` all that want one get it, place after place. So an expert enters a node once. On
+2 nodes of 2 ranks with an expert each, rank 0 sees expert 0 (its own), 1 (inside), 2 (across), 3 (across to
+rank 1, then inside). Without nodes `inside` is a group of one. Gradients go back so, summed in the node.
 
 An expert is M = 2·D·F elements, 3·D·F with a gate. Over each group a rank sends M for each expert it is asked
 for, forward and again in backward, M for each gradient that it passes on, and a byte for each expert of
@@ -42,47 +43,44 @@ def pulled(rows, counts, up, down, act=F.gelu, gate=None, *, across, inside, siz
     if {len(counts), len(counts if sizes is None else sizes)} != {n * len(up)}:
         raise ValueError(f"counts of {len(counts)} experts; give all, {len(up)} on each of {n} ranks")
     wants, sizes = Wants(counts, across, inside, sizes), counts.tolist() if sizes is None else sizes
-    where = slices(sizes)
-
-    def forward(rows: Tensor, *matrices: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        made = [rows.new_empty(len(rows), up.shape[2]) for up in matrices[1:]]
-        y = torch.empty_like(rows)
-        for _, e, present in arrivals(matrices, sizes, wants):
-            if sizes[e]:
-                y[where[e]] = turn(rows[where[e]], None, present[1:], present[0], of(where[e], made), act)
-            del present  # lest it stay when the one after the next sets out
-        return y, (rows, *matrices, *made)
-
-    def backward(dys: Sequence[Tensor], saved: Sequence[Tensor], wanted: Sequence[bool]) -> tuple:
-        (dy,), (rows, *rest), (wants_rows, *wanted) = dys, saved, wanted
-        matrices, made = rest[: len(wanted)], rest[len(wanted) :]
-        sums = [torch.zeros_like(matrix) for matrix, want in zip(matrices, wanted) if want]
-        drows, home = torch.empty_like(rows) if wants_rows else None, Homeward(sums, wants)
-        for place, e, present in arrivals(matrices, sizes, wants):
-            grads, here = None, where[e]
-            if sizes[e]:
-                rooms = [torch.empty_like(x) if want else None for x, want in zip(present, wanted)]
-                given = rows[here], None, present[1:], present[0], of(here, made), act
-                d = turn_backward(dy[here], *given, [None, *rooms], wants_rows)
-                if wants_rows:
-                    drows[here] = d
-                grads = [room for room in rooms if room is not None]
-                del given, rooms, d
-            del present
-            home.add(*place, grads)
-            del grads
-        home.arrive()
-        return drows, *(sums.pop(0) if want else None for want in wanted)
-
+    forward, backward = (partial(way, act, wants, sizes) for way in (pulled_forward, pulled_backward))
     return custom_vjp(forward, backward, rows, down, up, *(() if gate is None else (gate,)))
 
 
-def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
-    """Do `experts` pulled experts of hidden `width` F take fewer bytes than `rows` that would go to them?
-    Rows go and come, in backward again; experts come, in backward again, and their gradients go home. Forward
-    alone, with F = 4h and no gate: k·T > 4·h·E_remote."""
-    matrices = 3 if gated else 2
-    return experts * matrices * width * (3 if backward else 1) < rows * (4 if backward else 2)
+def pulled_forward(act: Callable, wants: "Wants", sizes: list[int], rows: Tensor, *matrices: Tensor) -> tuple:
+    """Each expert works as it arrives. -> y, and what backward reads."""
+    where, made = slices(sizes), [rows.new_empty(len(rows), up.shape[2]) for up in matrices[1:]]
+    y = torch.empty_like(rows)
+    for _, e, present in arrivals(matrices, sizes, wants):
+        if sizes[e]:
+            y[where[e]] = turn(rows[where[e]], None, present[1:], present[0], of(where[e], made), act)
+        del present  # lest it stay when the one after the next sets out
+    return y, (rows, *matrices, *made)
+
+
+def pulled_backward(
+    act: Callable, wants: "Wants", sizes: list[int], dys, saved, wanted: Sequence[bool]
+) -> tuple:
+    """Experts arrive once more; the gradients of each go home while the next one works."""
+    (dy,), (rows, *rest), (wants_rows, *wanted), where = dys, saved, wanted, slices(sizes)
+    matrices, made = rest[: len(wanted)], rest[len(wanted) :]
+    sums = [torch.zeros_like(matrix) for matrix, want in zip(matrices, wanted) if want]
+    drows, home = torch.empty_like(rows) if wants_rows else None, Homeward(sums, wants)
+    for place, e, present in arrivals(matrices, sizes, wants):
+        grads, here = None, where[e]
+        if sizes[e]:
+            rooms = [torch.empty_like(x) if want else None for x, want in zip(present, wanted)]
+            given = rows[here], None, present[1:], present[0], of(here, made), act
+            d = turn_backward(dy[here], *given, [None, *rooms], wants_rows)
+            if wants_rows:
+                drows[here] = d
+            grads = [room for room in rooms if room is not None]
+            del given, rooms, d
+        del present
+        home.add(*place, grads)
+        del grads
+    home.arrive()
+    return drows, *(sums.pop(0) if want else None for want in wanted)
 
 
 class Wants:
@@ -193,20 +191,16 @@ def added(sums: list[Tensor], more: list[Tensor]) -> None:
         total.add_(x)
 
 
-# ---- what crosses ep for a layer: set once, or decided in each step ----------------------------------------
-#
+# ---- what crosses ep for a layer: set once, or decided in each step from a table ---------------------------
 #     table [n, E]   rows that each rank of ep has for each expert, alike on all ranks
-#     hook           (x [N, D], its routing, experts) -> [N, D], as moe/dispatch.AllToAll; each wraps another:
-#
-#     partial(shadow, hook=partial(pull, hook=AllToAll(group), ..), ..)
-#
-# AllToAll (TwoLevels over nodes, by_capacity in chunks) sends rows to their experts, `pull` experts to their
-# rows, where that pays: by the table, if it sends fewer bytes. `shadow` copies experts that a rule picks from
-# the table to every rank for the step, the busiest first; their rows stay, the gradients of the copies are
-# added up at the owner; other rows go on. The table sends 8·E·(n-1) bytes per rank over ep, and 16·E·(t-1)/t
-# over each group `shared_by` (tp) whose t ranks share out the rows of a rank of ep; a shadow what
-# balance.shadows sends. Differs: the rule counts bytes, not seconds, those of rows and matrices only; in
-# training it reckons with a backward in which nothing is frozen.
+#     hook           (x [N, D], its routing, experts) -> [N, D]; each wraps another:
+#                    partial(shadow, hook=partial(pull, hook=AllToAll(group), ..), ..)
+# AllToAll (TwoLevels over nodes, by_capacity in chunks) sends rows to their experts; `pull` experts to their
+# rows, if that sends fewer bytes; `shadow` copies the busiest experts that a rule picks from the table to
+# every rank for the step: their rows stay, and the gradients of the copies are added up at the owner. The
+# table sends 8·E·(n-1) bytes per rank over ep, and 16·E·(t-1)/t over each group `shared_by` (tp) of t ranks
+# that share out the rows of a rank of ep; a shadow what balance.shadows sends. Differs: the rule counts
+# bytes, not seconds, those of rows and matrices only; in training as if nothing were frozen.
 
 
 def pull(x: Tensor, routing: Routing, experts: nn.Module, *, hook: Hook, across, inside, pays=None) -> Tensor:
@@ -238,8 +232,7 @@ def shadow(x, routing: Routing, experts: nn.Module, *, hook: Hook, group, table,
 def at_home(x: Tensor, routing: Routing, experts: nn.Module, work: Callable) -> Tensor:
     """x [N, D] -> [N, D]: no row travels, `work` has the experts come."""
     home = Dispatch(routing)
-    y = experts(home.there(x), home.counts, home.sizes, work)
-    return home.back(y, routing.weights)
+    return home.back(experts(home.there(x), home.counts, home.sizes, work), routing.weights)
 
 
 def table_of(routing: Routing, group: ProcessGroup, shared_by: Sequence[ProcessGroup] = ()) -> Table:
@@ -253,12 +246,19 @@ def table_of(routing: Routing, group: ProcessGroup, shared_by: Sequence[ProcessG
     return [[size * math.prod(ranks.size() for ranks in shared_by) for size in routing.sizes]] * group.size()
 
 
+def pull_is_cheaper(rows: int, experts: int, width: int, *, gated=False, backward=True) -> bool:
+    """Do `experts` pulled experts of hidden `width` F take fewer bytes than `rows` that would go to them?
+    Rows go and come, in backward again; experts come, in backward again, and their gradients go home. Forward
+    alone, with F = 4h and no gate: k·T > 4·h·E_remote."""
+    matrices = 3 if gated else 2
+    return experts * matrices * width * (3 if backward else 1) < rows * (4 if backward else 2)
+
+
 def experts_are_cheaper(table: Table, width: int, *, gated: bool, backward: bool) -> bool:
     """Do the experts that are wanted elsewhere take fewer bytes than the rows that are?"""
     here = len(table[0]) // len(table)
     away = [rows for rank, counts in enumerate(table) for e, rows in enumerate(counts) if e // here != rank]
-    wanted = sum(rows > 0 for rows in away)
-    return pull_is_cheaper(sum(away), wanted, width, gated=gated, backward=backward)
+    return pull_is_cheaper(sum(away), sum(map(bool, away)), width, gated=gated, backward=backward)
 
 
 def busiest(table: Table, experts: Sequence[int], most: int) -> list[int]:

@@ -2,15 +2,12 @@
 
     counts[r][e]   rows that rank r has for expert e         holders[e]   its ranks, the owner first
 
-seconds   3·(rows of the busiest rank)·compute + 4·(rows of the busiest link)·move + 2·(experts of the busiest
-          link)·carry: three products of forward and backward, four all-to-alls, copies there and gradients
-          back (He et al. 2022, section 4). A rank with a copy keeps its rows; others send to the owner.
+    seconds = 3 · rows of the busiest rank · compute         three products of forward and backward
+            + 4 · rows of the busiest link · move            four all-to-alls
+            + 2 · experts of the busiest link · carry        copies there, gradients back (He et al., 4)
 
-FasterMoE  shadowed: copies everywhere of the experts whose rows cost more than their weights
-Prophet    copies on some ranks; layerwise: when copies travel while the layer before computes
-FlexMoE    replicas that share an expert's rows evenly: expand, shrink, migrate
-SmartMoE   no copies: a pool of greedy placements offline, switched online; pools of hybrid plans on one grid
-Lina       in inference: expected rows from paths of sample tokens, replicas for the popular
+A rank with a copy keeps its rows; others send to the owner. Of counts ((6, 2), (4, 0)) the owners compute 10
+and 2 rows, and 4 and 2 arrive; with expert 0 copied, holders ((0, 1), (1,)), 6 and 6, and 0 and 2.
 
 He et al. 2022 (PPoPP); Wang et al. 2023 (CLUSTER); Nie et al. 2023, arXiv:2304.03946; Zhai et al. 2023 (ATC);
 Li et al. 2023 (Lina), ATC, arXiv:2210.17223. Of equal choices the first wins. systems/moe/balance.py runs
@@ -29,11 +26,6 @@ from minitrain.ranks.checks import MOST, require_ints, require_nonempty, require
 
 Counts = Sequence[Sequence[int]]
 Holders = tuple[tuple[int, ...], ...]
-
-
-def balance_ratio(loads: Sequence) -> float:
-    """Largest over mean: 1 if all carry the same (also if nobody carries anything)."""
-    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def owners(experts: int, ranks: int) -> Holders:
@@ -96,6 +88,22 @@ def seconds(counts: Counts, holders: Holders, costs: Costs) -> float:
     return 3 * max(loads.computed) * costs.compute + 4 * rows * costs.move + 2 * experts * costs.carry
 
 
+def shared_loads(loads: Sequence[int], holders: Holders, ranks: int) -> list[Fraction]:
+    """Rows of each rank if the holders of an expert share its rows evenly."""
+    require_ints(1, MOST, ranks=ranks)
+    total = [Fraction(0)] * ranks
+    for load, held in zip(loads, holders, strict=True):
+        for rank in held:
+            total[rank] += Fraction(load, len(held))
+    return total
+
+
+def balance_ratio(loads: Sequence) -> float:
+    """Largest over mean: 1 if all carry the same (also if nobody carries anything)."""
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+
+# ---- FasterMoE and Prophet: copies for a layer
 def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tuple[int, ...]:
     """Experts whose remote rows put more on their owner's link than their weights would: 2·d_model elements
     a row, in and out, against matrices·d_model·d_ff. The least sum; theirs stops when `seconds` grows."""
@@ -108,29 +116,14 @@ def shadowed(counts: Counts, d_model: int, d_ff: int, matrices: int = 2) -> tupl
     return tuple(found)
 
 
-def descent(state: tuple, moves: Callable[[tuple], Iterable[tuple]], few: int) -> Iterator[tuple]:
-    """From state to state (cost, ..), the least that a move leads to; where none costs less, the best two
-    moves that begin with one of the `few` best, until these do not either."""
-    while True:
-        options = sorted(moves(state))
-        if options and options[0][0] >= state[0]:
-            options = sorted(two for one in options[:few] for two in moves(one))
-        if not options or options[0][0] >= state[0]:
-            return
-        state = options[0]
-        yield state
-
-
 def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
-    """(seconds, holders) whenever the search found better, from no copies to the plan. Local search from the
-    eight best starts (the k heaviest experts copied everywhere); a move adds or removes one copy, and where
-    none helps, pairs that begin with the four best moves. At most 5 % above the best in our small cases."""
+    """(seconds, holders) whenever a `descent` from the eight best starts (the k heaviest everywhere) gains;
+    a move adds or removes one copy. At most 5 % above the best in our small cases."""
     require_nonempty(counts=counts)
     experts, ranks = len(counts[0]), len(counts)
     priced = lambda holders: (seconds(counts, holders, costs), holders)
 
     def moves(state: tuple[float, Holders]) -> Iterator[tuple[float, Holders]]:
-        """Adds or removes the copy on one rank."""
         for e, (owner, *copies) in enumerate(state[1]):
             for r in set(range(ranks)) - {owner}:
                 there = [rank for rank in copies if rank != r] if r in copies else [*copies, r]
@@ -143,6 +136,18 @@ def prophet(counts: Counts, costs: Costs) -> list[tuple[float, Holders]]:
         for here in (start, *descent(start, moves, few=4)):
             trace += [here] if here[0] < trace[-1][0] else []
     return trace
+
+
+def descent(state: tuple, moves: Callable[[tuple], Iterable[tuple]], few: int) -> Iterator[tuple]:
+    """From state to state (cost, ..): the least that a move leads to, else two, one of the `few` best."""
+    while True:
+        options = sorted(moves(state))
+        if options and options[0][0] >= state[0]:
+            options = sorted(two for one in options[:few] for two in moves(one))
+        if not options or options[0][0] >= state[0]:
+            return
+        state = options[0]
+        yield state
 
 
 def layerwise(compute: Sequence[float], copies: Sequence[float], *, hidden: bool = True) -> float:
@@ -162,6 +167,7 @@ def layerwise(compute: Sequence[float], copies: Sequence[float], *, hidden: bool
     return max(end, link)
 
 
+# ---- FlexMoE: replicas that share rows evenly
 Expand = NamedTuple("Expand", [("expert", int), ("to", int)])
 Shrink = NamedTuple("Shrink", [("expert", int), ("rank", int)])
 Migrate = NamedTuple("Migrate", [("expert", int), ("source", int), ("to", int)])
@@ -180,16 +186,6 @@ def applied(holders: Holders, steps: Sequence[Step]) -> Holders:
         at = len(ranks) if gone is None else ranks.index(gone)
         ranks[at : at + 1] = [] if new is None else [new]
     return tuple(map(tuple, found))
-
-
-def shared_loads(loads: Sequence[int], holders: Holders, ranks: int) -> list[Fraction]:
-    """Rows of each rank if the holders of an expert share its rows evenly."""
-    require_ints(1, MOST, ranks=ranks)
-    total = [Fraction(0)] * ranks
-    for load, held in zip(loads, holders, strict=True):
-        for rank in held:
-            total[rank] += Fraction(load, len(held))
-    return total
 
 
 def flexmoe(loads, holders: Holders, ranks: int, slots: int, threshold=1.1, most=64) -> list[Step]:
@@ -233,12 +229,7 @@ def _reliefs(busy: list[Fraction], holders: Holders, ranks: int, slots: int) -> 
                 yield [Migrate(e, hot, to), Migrate(other, to, hot)]
 
 
-def round_robin(experts: int, ranks: int) -> Holders:
-    """Expert e on rank e mod ranks."""
-    require_ints(1, MOST, experts=experts, ranks=ranks)
-    return tuple((e % ranks,) for e in range(experts))
-
-
+# ---- SmartMoE: no copies; a pool of placements made offline, switched online; grids of dp, ep, tp
 def greedy(loads: Sequence[int], ranks: int) -> Holders:
     """The heaviest expert first, each to the least loaded rank that has room: all hold as many."""
     return packed(loads, [1] * len(loads), ranks, len(owners(len(loads), ranks)) // ranks)
@@ -259,6 +250,12 @@ def packed(loads: Sequence, copies: Sequence[int], ranks: int, slots: int) -> Ho
     return tuple(tuple(r for r in range(ranks) if e in held[r]) for e in range(len(loads)))
 
 
+def round_robin(experts: int, ranks: int) -> Holders:
+    """Expert e on rank e mod ranks."""
+    require_ints(1, MOST, experts=experts, ranks=ranks)
+    return tuple((e % ranks,) for e in range(experts))
+
+
 def pool(samples: Sequence[Sequence[int]], ranks: int) -> list[Holders]:
     """Offline: the greedy placements of sampled loads, each once, behind that of the owners."""
     require_nonempty(samples=samples)
@@ -276,56 +273,6 @@ def switched(pool, current: Holders, loads, costs: Costs, steps: int, states: in
         return steps * 3 * float(load) * costs.compute + states * moved * costs.carry
 
     return min((current, *pool), key=total)
-
-
-Path = tuple[int, ...]
-Profile = Mapping[tuple[int, Path], Counter]  # (layer, experts in the layers just before it) -> next experts
-
-
-def profiled(paths: Sequence[Path], length: int) -> Profile:
-    """Counts for all ends of a path, of 0 (whatever came before) to `length` layers."""
-    require_nonempty(paths=paths)
-    require_ints(length=length)
-    profile: dict = defaultdict(Counter)
-    for path in paths:
-        for layer, expert in enumerate(path):
-            for start in range(max(0, layer - length), layer + 1):
-                profile[layer, path[start:layer]][expert] += 1
-    return dict(profile)
-
-
-def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int) -> list[Fraction]:
-    """Rows of each expert of this layer, of tokens whose experts so far are `behind`, one path a token."""
-    require_positive_ints(experts=experts)
-    rows = [Fraction(0)] * experts
-    for path, tokens in Counter(map(tuple, behind)).items():
-        while (layer, path) not in profile:
-            if not path:
-                raise ValueError(f"layer {layer}: no sample path is that long; profile paths of all layers")
-            path = path[1:]
-        seen = profile[layer, path]
-        for expert, times in seen.items():
-            rows[expert] += Fraction(tokens * times, seen.total())
-    return rows
-
-
-def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
-    """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best. The next
-    replica goes to the expert whose replicas have the most rows, of equal ones the first; all are `packed`
-    anew."""
-    require_positive_ints(ranks=ranks, slots=slots)
-    experts = len(loads)
-    if not 0 < experts <= ranks * slots:
-        raise ValueError(f"{experts} experts on {ranks} ranks with {slots} slots; each expert needs a slot")
-    copies, found = [1] * experts, []
-    while True:
-        holders = packed(loads, copies, ranks, slots)
-        if holders is not None:
-            found.append((max(shared_loads(loads, holders, ranks)), sum(copies), holders))
-        growing = [e for e in range(experts) if copies[e] < ranks]
-        if sum(copies) == ranks * slots or not growing:
-            return min(found)[-1]
-        copies[max(growing, key=lambda e: (Fraction(loads[e]) / copies[e], -e))] += 1
 
 
 Grid = NamedTuple("Grid", [(axis, int) for axis in ("dp", "ep", "tp")])
@@ -373,3 +320,53 @@ def switch_bytes(grid: Grid, before: Holders, after: Holders, layer: MoELayer, b
     require_positive_ints(bytes_per_element=bytes_per_element)
     changed = sum(old != new for old, new in zip(before, after, strict=True))
     return grid.dp * changed * layer.expert_weights * bytes_per_element
+
+
+# ---- Lina, in inference: expected rows from paths of sample tokens, replicas for the popular
+Path = tuple[int, ...]
+Profile = Mapping[tuple[int, Path], Counter]  # (layer, experts in the layers just before it) -> next experts
+
+
+def profiled(paths: Sequence[Path], length: int) -> Profile:
+    """Counts for all ends of a path, of 0 (whatever came before) to `length` layers."""
+    require_nonempty(paths=paths)
+    require_ints(length=length)
+    profile: dict = defaultdict(Counter)
+    for path in paths:
+        for layer, expert in enumerate(path):
+            for start in range(max(0, layer - length), layer + 1):
+                profile[layer, path[start:layer]][expert] += 1
+    return dict(profile)
+
+
+def expected(profile: Profile, layer: int, behind: Sequence[Path], experts: int) -> list[Fraction]:
+    """Rows of each expert of this layer, of tokens whose experts so far are `behind`, one path a token."""
+    require_positive_ints(experts=experts)
+    rows = [Fraction(0)] * experts
+    for path, tokens in Counter(map(tuple, behind)).items():
+        while (layer, path) not in profile:
+            if not path:
+                raise ValueError(f"layer {layer}: no sample path is that long; profile paths of all layers")
+            path = path[1:]
+        seen = profile[layer, path]
+        for expert, times in seen.items():
+            rows[expert] += Fraction(tokens * times, seen.total())
+    return rows
+
+
+def placed(loads: Sequence, ranks: int, slots: int) -> Holders:
+    """Holders of each expert, at most `slots` experts a rank: of all numbers of replicas the best. The next
+    replica goes to the expert whose replicas have the most rows; all are `packed` anew."""
+    require_positive_ints(ranks=ranks, slots=slots)
+    experts = len(loads)
+    if not 0 < experts <= ranks * slots:
+        raise ValueError(f"{experts} experts on {ranks} ranks with {slots} slots; each expert needs a slot")
+    copies, found = [1] * experts, []
+    while True:
+        holders = packed(loads, copies, ranks, slots)
+        if holders is not None:
+            found.append((max(shared_loads(loads, holders, ranks)), sum(copies), holders))
+        growing = [e for e in range(experts) if copies[e] < ranks]
+        if sum(copies) == ranks * slots or not growing:
+            return min(found)[-1]
+        copies[max(growing, key=lambda e: (Fraction(loads[e]) / copies[e], -e))] += 1

@@ -6,14 +6,14 @@
                dW = s s_x · (k g)ᵀ · a · Hᵀ        one with probability p and then divided by p
 
 H [K, K]: blocks of +-1/sqrt(h), h = 32 or the largest power of two that divides K; H Hᵀ = I, so y stays y,
-while an outlier becomes h numbers, each 1/sqrt(h) of it. Of nine steps s_x, s_w have the least squared error:
-what LSQ learns, measured. p grows with what a row adds to the product (its leverage): |hi| or |lo| for dx,
-times |a| for dW. E[dx] and E[dW] are the products of dy itself. Chance is a hash of the scale of dy (agreed,
-new in every step) and of the place in dy: the same on all ranks and in recomputation. Saved for backward: 1/2
-byte per number. All-reduced over tp: 4 bytes for each tensor that is cut, for x and W 72 more, to agree on a
-step; 8 a row for its |hi| and |lo|, 4 for its |a|. Xi et al. 2023, arXiv:2306.11987, sections 3 and 4; Esser
-et al. 2020 (LSQ), arXiv:1902.08153. Differs: steps measured, gradients pass where a number is clipped, 1/p in
-float32 before the sum, emulated. Another cut of K makes other blocks, another microbatch other scales.
+and an outlier is spread: with h = 4, (8, 0, 0, 0) H = (4, 4, 4, 4). Of nine steps s_x, s_w have the least
+squared error: what LSQ learns, measured. g = 100 is hi = 6, lo = 4; p grows with what a row adds to the
+product (its leverage): |hi| or |lo| for dx, times |a| for dW. E[dx] and E[dW] are the products of dy itself.
+Chance hashes the scale of dy (agreed, new in every step) and the place in dy: alike on all ranks and in
+recomputation. Saved for backward: 1/2 byte per number. All-reduced over tp: 4 bytes per tensor that is cut,
+for x and W 72 more, to agree on a step; 8 a row for |hi| and |lo|, 4 for |a|. Xi et al. 2023, sections 3, 4,
+arXiv:2306.11987; Esser et al. 2020 (LSQ), arXiv:1902.08153. Differs: steps measured, gradients pass where
+clipped, 1/p before the sum, emulated. Another cut of K has other blocks, another microbatch other scales.
 """
 
 from dataclasses import dataclass
@@ -55,18 +55,9 @@ class HadamardProducts:
         return y.to(weight.dtype)
 
     def enter_grad(self, dy: Tensor, scales: Scales) -> Quantized:
-        """dy [.., N] -> INT8, rounded by chance, so that E = dy. Under sequence parallelism a row-cut matrix
-        has this rank's tokens [B, T/t, N]."""
+        """dy [.., N] -> INT8, rounded by chance, so that E = dy: moved by up to half a step, then rounded."""
         amax = agreed_amax(dy, scales, EIGHT, "MN")
-        rank, ranks = (0, 1) if scales.group is None else (scales.group.rank(), scales.group.size())
-        length, width = dy.shape[-2:]
-        tokens, first = torch.arange(length, device=dy.device), "N" in scales.cut
-        if set("KM") <= set(scales.cut):
-            tokens, length = tokens + rank * length, ranks * length
-        sequences = torch.arange(dy.numel() // max(dy.shape[-2:].numel(), 1), device=dy.device)
-        columns = torch.arange(width, device=dy.device) + rank * width * first
-        chance = uniform(bits(amax), (sequences[:, None] * length + tokens).flatten(), columns[None])
-        top = usable(amax)
+        chance, top = uniform(bits(amax), *places_of(dy, scales)), usable(amax)
         moved = dy.detach() + (chance.view(dy.shape) - 0.5).to(dy.dtype) * (top / LARGEST).to(dy.dtype)
         moved = torch.where(amax.isfinite(), moved.clamp(-top.to(dy.dtype), top.to(dy.dtype)), amax - amax)
         return quantize(moved, EIGHT, amax=top * (EIGHT.format.max / LARGEST))
@@ -87,12 +78,6 @@ class HadamardProducts:
             dweight = integer_product(kept, a, grad.multipliers * x.multipliers, weight.dtype)
             dweight = hadamard(dweight, self.block).to(weight.dtype)
         return dx, dweight
-
-
-def integer_product(a: Tensor, b: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [.., M, K] · b [K, N] in float32 at least, which adds up integers to 2^24 exactly; scaled once."""
-    exact = torch.promote_types(dtype, torch.float32)
-    return a.to(exact) @ b.to(exact) * step
 
 
 def hadamard(x: Tensor, block: int = 32) -> Tensor:
@@ -120,6 +105,29 @@ def agreed_amax(x: Tensor, scales: Scales, blocks: Blocks, dims: str) -> Tensor:
     return collectives.all_reduce(amax, scales.group, op="max") if scales.shared(blocks, dims) else amax
 
 
+def integer_product(a: Tensor, b: Tensor, step: Tensor, dtype: torch.dtype) -> Tensor:
+    """a [.., M, K] · b [K, N] in float32 at least, which adds up integers to 2^24 exactly; scaled once."""
+    exact = torch.promote_types(dtype, torch.float32)
+    return a.to(exact) @ b.to(exact) * step
+
+
+def places_of(dy: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """Rows [M] and columns [1, N] that dy [.., T, N] has in the dy of all ranks, which may share it out."""
+    rank, ranks = (0, 1) if scales.group is None else (scales.group.rank(), scales.group.size())
+    length, width = dy.shape[-2:]
+    tokens, first = torch.arange(length, device=dy.device), "N" in scales.cut
+    if set("KM") <= set(scales.cut):  # sequence parallelism
+        tokens, length = tokens + rank * length, ranks * length
+    sequences = torch.arange(dy.numel() // max(dy.shape[-2:].numel(), 1), device=dy.device)
+    columns = torch.arange(width, device=dy.device) + rank * width * first
+    return (sequences[:, None] * length + tokens).flatten(), columns[None]
+
+
+def bits(scale: Tensor, use: int = 0) -> Tensor:
+    """A seed: the 32 bits of a scale, others for each use."""
+    return scale.view(torch.int32).long() + (use << 32)
+
+
 def halves(codes: Tensor) -> Tensor:
     """INT8 to 119 [M, N] -> hi and lo [2, M, N] int8, -8 to 7, with codes = 16 · hi + lo."""
     hi = codes + SPLIT // 2 >> 4
@@ -134,16 +142,6 @@ def lengths(rows: Tensor, scales: Scales, dim: str) -> Tensor:
     return squares.double().sqrt()
 
 
-def sampled(parts: Tensor, sizes: Tensor, seed: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """hi and lo [2, M, N], sizes [2, M] -> [M, N] whose mean over seeds is 16 · hi + lo."""
-    unit = torch.tensor([SPLIT, 1.0], dtype=torch.float64, device=parts.device)[:, None]
-    share = keep_shares(sizes * unit, sizes.shape[1])
-    places = [torch.arange(n, device=parts.device) for n in sizes.shape]
-    drawn = uniform(seed, places[0], places[1][None]) < share
-    hi, lo = torch.where(drawn, unit / share, 0.0).to(dtype)[..., None].unbind(-3)
-    return (parts[0] * hi).addcmul_(parts[1].to(dtype), lo)
-
-
 def keep_shares(sizes: Tensor, budget: int) -> Tensor:
     """Probabilities in proportion to the sizes, at most 1, that add up to `budget` (or all that are not 0 are
     kept): of all that do, the variance of the sum of what is kept is least."""
@@ -156,9 +154,14 @@ def keep_shares(sizes: Tensor, budget: int) -> Tensor:
     return torch.where(sizes > 0, (sizes * (room.take(first) / rest.take(first))).clamp(max=1.0), 0.0)
 
 
-def bits(scale: Tensor, use: int = 0) -> Tensor:
-    """A seed: the 32 bits of a scale, others for each use."""
-    return scale.view(torch.int32).long() + (use << 32)
+def sampled(parts: Tensor, sizes: Tensor, seed: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """hi and lo [2, M, N], sizes [2, M] -> [M, N] whose mean over seeds is 16 · hi + lo."""
+    unit = torch.tensor([SPLIT, 1.0], dtype=torch.float64, device=parts.device)[:, None]
+    share = keep_shares(sizes * unit, sizes.shape[1])
+    places = [torch.arange(n, device=parts.device) for n in sizes.shape]
+    drawn = uniform(seed, places[0], places[1][None]) < share
+    hi, lo = torch.where(drawn, unit / share, 0.0).to(dtype)[..., None].unbind(-3)
+    return (parts[0] * hi).addcmul_(parts[1].to(dtype), lo)
 
 
 PRODUCTS = {"int4": HadamardProducts()}
