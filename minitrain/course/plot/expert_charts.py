@@ -108,19 +108,23 @@ def expert_loads(loads: Mapping[str, Sequence[Sequence[int]]], *, top_k: int, ti
 
 @style.styled
 def placements(ranks_of: Mapping[str, Sequence[Mapping[int, float]]], *, title: str) -> Figure:
-    """{placement: [{expert: rows} of each rank]}; a line at the mean."""
+    """{placement: [{expert: rows} of each rank]}; a line at the mean, numbers of low bars above the pile."""
     figure, panels = style.panels(ranks_of, height=2.7)
     for ax, ranks in zip(panels, ranks_of.values()):
         mean = sum(sum(parts.values()) for parts in ranks) / len(ranks)
         for rank, parts in enumerate(ranks):
-            start = 0.0
+            start, low = 0.0, [str(expert) for expert, rows in parts.items() if rows <= 0.15 * mean]
             for expert, rows in parts.items():
                 colour = _COLOURS[expert % len(_COLOURS)]
                 ax.bar(rank, rows, bottom=start, color=colour, edgecolor="white", width=0.8)
-                if rows > 0.15 * mean:
+                if str(expert) not in low:
                     ink = ink_on(colour)
                     ax.text(rank, start + rows / 2, str(expert), **CENTRED, fontsize=8, color=ink)
                 start += rows
+            above = max(start, mean) if start > 0.7 * mean else start  # clear of the line at the mean
+            ax.annotate(
+                ", ".join(low), (rank, above), (0, 3), textcoords="offset points", ha="center", fontsize=8
+            )
         ax.axhline(mean, color=BLACK, linestyle="--", linewidth=1)
         ax.set(xticks=range(len(ranks)), xlabel="rank")
         ax.grid(axis="x", visible=False)

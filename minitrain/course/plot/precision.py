@@ -145,7 +145,7 @@ def sharing(shape: Pair, tiles: Mapping[str, Pair], outliers: Sequence[Pair], *,
             ax.add_patch(Rectangle((column, row), 1, 1, facecolor=BLACK))
         ax.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xticks=[], yticks=[])
         ax.set_title(f"{name}: {taken / rows / columns:.0%}", fontsize=9)
-    meaning = {"outlier": BLACK, "has its scale": _TAKEN, "has a scale of its own": PALE}
+    meaning = {"outlier": BLACK, "has the outlier's scale": _TAKEN, "has another scale": PALE}
     return style.finished(figure, title, meaning)
 
 
