@@ -2,4 +2,7 @@
 
 First  graph         hosts, switches and cables; routes; what a flow or a whole schedule loads on every cable
        topologies    from NVLink meshes to fat trees, Dragonflies, rails and tori, each in a few lines
+Then   packings      cuts, spanning trees and rings that share no cable, sums inside the network
+       balancing     what hashing flows to paths costs, and its cures
+       optical       wavelengths, and rings chosen together with the strategy
 """

@@ -93,16 +93,9 @@ class Graph:
         passing = (other for other in self.next[node] if other == target or other not in self._leaves)
         return [n for n in passing if n in far and far[n] + self.hops(node, n) == far[node]]
 
-    def diameter(self, nodes: Sequence[Node] = ()) -> int:
-        """Hops between the two hosts (or of these nodes) that are farthest apart."""
-        nodes = nodes or self.hosts
-        return max(self.distances(b)[a] for b in nodes for a in nodes)
-
-    def mean_hops(self, nodes: Sequence[Node] = ()) -> Fraction:
-        """Over all ordered pairs of two hosts (or of these nodes)."""
-        nodes = nodes or self.hosts
-        total = sum(self.distances(b)[a] for b in nodes for a in nodes)
-        return Fraction(total, len(nodes) * (len(nodes) - 1))
+    def diameter(self) -> int:
+        """Hops between the two hosts that are farthest apart."""
+        return max(self.distances(b)[a] for b in self.hosts for a in self.hosts)
 
     def cut(self, side: Iterable[Node]) -> Number:
         """Units per second out of these nodes into the others."""

@@ -1,18 +1,18 @@
-"""Networks from one node to 100,000 devices. Each function gives a `Graph`; `rate`: of a cable.
+"""Networks from one node to 100,000 devices. Each function gives a `Graph`; `rate`: of a cable, each way.
 
     inside a node      star, full_mesh, cube_mesh                        NVSwitch, wires to all, DGX-1
     trees of switches  fat_tree, leaf_spine, dual_tor, rails, bigraph    a host hangs on one switch, or two
     few hops           dragonfly, dragonfly_plus, jellyfish              groups with a cable between any two
     hosts pass on      bcube, dcell, torus, cubes, hammingmesh           cheaper, and hosts forward
 
-    hosts              fat_tree(k) k^3/4, with 5k^2/4 switches of k ports · bcube(n, k) n^(k+1) · dcell(n, k)
-                       t_k = t_(k-1) (t_(k-1) + 1), t_0 = n · dragonfly(p, 2p, p) 2p^2 (2p^2 + 1) ·
-                       dragonfly_plus(radix) (radix/2)^2 ((radix/2)^2 + 1) · bigraph(m) 2m^2
+    hosts              fat_tree(k) k^3/4, with 5k^2/4 switches of k ports; bcube(n, k) n^(k+1); dcell(n, k)
+                       t_k = t_(k-1) (t_(k-1) + 1), t_0 = n; dragonfly(p, 2p, p) 2p^2 (2p^2 + 1);
+                       dragonfly_plus(radix) (radix/2)^2 ((radix/2)^2 + 1); bigraph(m) 2m^2
 
 Al-Fares 2008 (fat tree); Guo 2008 and 2009 (DCell, BCube); Singla 2012 (Jellyfish); Kim 2008 (Dragonfly);
 Shpiner 2017 (Dragonfly+); Jouppi 2023, arXiv:2304.01433 (TPU v4); Wang 2023, arXiv:2307.12169 (rail-only);
 Qian 2024 (HPN); Hoefler 2022, arXiv:2209.01346 (HammingMesh); Dong 2020 (EFLOPS). Differs: of each only what
-decides who shares a cable with whom; small sizes are built, large ones counted.
+decides who shares a cable with whom; at most 8,192 hosts are built, more are counted.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,34 @@ from math import prod
 from random import Random
 
 from minitrain.pipeline.simulate import Time as Number
+from minitrain.pipeline.simulate import divided
 from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.systems.network.graph import Graph
 
-MOST = 4096  # hosts or switches of a graph that is built
+MOST = 8192
+
+
+def _places(*sizes: int) -> list[tuple[int, ...]]:
+    """Coordinates below the sizes."""
+    require_positive_ints(MOST, sizes=sizes)
+    require_positive_ints(MOST, hosts=prod(sizes))
+    return list(product(*map(range, sizes)))
+
+
+def _half(ports: int) -> int:
+    require_positive_ints(MOST, ports=ports)
+    require_ints(0, 0, ports_modulo_2=ports % 2)
+    return ports // 2
 
 
 def star(n: int, rate: Number = 1, planes: int = 1) -> Graph:
     """All on one switch; or, as in a DGX-2, on each of several, with a cable to every one."""
-    require_positive_ints(MOST, n=n, planes=planes)
-    return Graph(range(n), [(i, f"switch {p}", rate) for i in range(n) for p in range(planes)])
+    return Graph(range(n), [(i, f"switch {plane}", rate) for i, plane in _places(n, planes)])
 
 
 def full_mesh(n: int, rate: Number = 1) -> Graph:
-    require_positive_ints(MOST, n=n)
-    return Graph(range(n), [(a, b, rate) for a, b in combinations(range(n), 2)], forwards=True)
+    hosts = range(len(_places(n)))
+    return Graph(hosts, [(a, b, rate) for a, b in combinations(hosts, 2)], forwards=True)
 
 
 def cube_mesh(rate: Number = 1, volta: bool = False) -> Graph:
@@ -47,23 +60,21 @@ def cube_mesh(rate: Number = 1, volta: bool = False) -> Graph:
     return Graph(range(8), [(*pair, rate * (1 + (pair in twice))) for pair in pairs], forwards=True)
 
 
+def _ahead(place: tuple[int, ...], axis: int, dims: Sequence[int]) -> tuple[int, ...]:
+    return (*place[:axis], (place[axis] + 1) % dims[axis], *place[axis + 1 :])
+
+
 def torus(*dims: int, rate: Number = 1) -> Graph:
     """A ring along every axis; of two nodes it is one cable."""
-    require_positive_ints(MOST, dims=dims)
-    require_positive_ints(MOST, hosts=prod(dims))
-    hosts = list(product(*map(range, dims)))
-    ahead = lambda host, axis: (*host[:axis], (host[axis] + 1) % dims[axis], *host[axis + 1 :])
+    hosts = _places(*dims)
     has_cable = lambda at, size: size > 2 or (size == 2 and at == 0)
     steps = [(host, axis) for host in hosts for axis, size in enumerate(dims) if has_cable(host[axis], size)]
-    return Graph(hosts, [(host, ahead(host, axis), rate) for host, axis in steps], forwards=True)
+    return Graph(hosts, [(host, _ahead(host, axis, dims), rate) for host, axis in steps], forwards=True)
 
 
 def fat_tree(k: int, rate: Number = 1) -> Graph:
     """k pods of k/2 edge and k/2 aggregation switches; core (a, c) joins aggregation switch a of all."""
-    require_positive_ints(24, k=k)
-    require_ints(0, 0, k_modulo_2=k % 2)
-    half, pods = range(k // 2), range(k)
-    hosts = list(product(pods, half, half))
+    hosts = _places(k, _half(k), k // 2)
     cables = [((pod, edge, i), ("edge", pod, edge), rate) for pod, edge, i in hosts]
     cables += [(("edge", pod, e), ("agg", pod, a), rate) for pod, e, a in hosts]
     cables += [(("agg", pod, a), ("core", a, c), rate) for pod, a, c in hosts]
@@ -72,20 +83,16 @@ def fat_tree(k: int, rate: Number = 1) -> Graph:
 
 def leaf_spine(leaves: int, per_leaf: int, spines: int, rate: Number = 1, up: Number | None = None) -> Graph:
     """`up`: the rate of a cable from leaf to spine. Oversubscription: per_leaf · rate / (spines · up)."""
-    require_positive_ints(MOST, leaves=leaves, per_leaf=per_leaf, spines=spines)
-    require_positive_ints(MOST, hosts=leaves * per_leaf)
-    hosts = range(leaves * per_leaf)
-    wires = [(("leaf", a), ("spine", b), up or rate) for a in range(leaves) for b in range(spines)]
-    return Graph(hosts, [(host, ("leaf", host // per_leaf), rate) for host in hosts] + wires)
+    cables = [(leaf * per_leaf + i, ("leaf", leaf), rate) for leaf, i in _places(leaves, per_leaf)]
+    wires = [(("leaf", a), ("spine", b), up or rate) for a, b in _places(leaves, spines)]
+    return Graph(range(leaves * per_leaf), cables + wires)
 
 
 def dual_tor(hosts: int, tors: int, aggs: int, rate: Number = 1) -> Graph:
     """HPN: the two ports of a host lie in two planes with switches of their own, which meet nowhere else."""
-    require_positive_ints(MOST, hosts=hosts, tors=tors, aggs=aggs)
-    per_tor = -(-hosts // tors)
-    cables = [(host, ("tor", plane, host // per_tor), rate) for host in range(hosts) for plane in (0, 1)]
-    wires = product((0, 1), range(tors), range(aggs))
-    return Graph(range(hosts), cables + [(("tor", p, t), ("agg", p, a), rate) for p, t, a in wires])
+    wires = [(("tor", p, t), ("agg", p, a), rate) for p, t, a in _places(2, tors, aggs)]
+    ports = [(host, ("tor", plane, host * tors // hosts), rate) for host, plane in _places(hosts, 2)]
+    return Graph(range(hosts), ports + wires)
 
 
 def rails(
@@ -94,42 +101,33 @@ def rails(
     """Nodes with an NVSwitch, a card for each GPU: card g of every node on leaf g, or (`by_rail` False) the
     cards of neighbouring nodes on one leaf. All spines of a leaf together carry what its hosts do. Without
     spines, rail-only, what changes rails does so over NVLink, and GPUs pass it on."""
-    require_positive_ints(MOST, nodes=nodes, gpus=gpus)
+    hosts = _places(nodes, gpus)
     require_ints(0, MOST, spines=spines)
-    hosts = list(product(range(nodes), range(gpus)))
-    leaf = lambda node, gpu: gpu if by_rail else node * gpus // nodes
     cables = [((node, gpu), ("nvswitch", node), nvlink) for node, gpu in hosts]
-    cables += [((node, gpu), ("leaf", leaf(node, gpu)), rate) for node, gpu in hosts]
-    wires = product(range(gpus), range(spines))
-    up = rate * nodes / max(spines, 1)
-    return Graph(hosts, cables + [(("leaf", a), ("spine", b), up) for a, b in wires], forwards=not spines)
+    cables += [((node, g), ("leaf", g if by_rail else node * gpus // nodes), rate) for node, g in hosts]
+    up = divided(rate * nodes, max(spines, 1))
+    wires = [(("leaf", leaf), ("spine", spine), up) for leaf in range(gpus) for spine in range(spines)]
+    return Graph(hosts, cables + wires, forwards=not spines)
 
 
 def bigraph(m: int, mapped: bool = True) -> Graph:
     """EFLOPS: m lower and m upper switches, all joined, m ranks on each. `mapped`: a rank with an even number
     of set bits sits below, where its upper bits choose the switch, others above by their lower bits; so
     partners of halving and doubling sit on different sides, all pairs on different cables. Else in order."""
-    require_positive_ints(32, m=m)
-    require_ints(0, 0, m_is_a_power_of_two=m & (m - 1))
-    bits, n = m.bit_length() - 1, 2 * m * m
-
-    def switch(rank: int) -> tuple[str, int]:
-        if not mapped:
-            return ("upper" if rank < n // 2 else "lower"), rank % (n // 2) // m
-        return ("upper", rank % m) if rank.bit_count() % 2 else ("lower", (rank >> bits) % m)
-
-    wires = [(("upper", a), ("lower", b)) for a in range(m) for b in range(m)]
-    return Graph(range(n), [(rank, switch(rank)) for rank in range(n)] + wires)
+    n = len(_places(2, m, m))
+    require_ints(0, 0, m_is_no_power_of_two=m & (m - 1))
+    parity, upper = [rank.bit_count() % 2 for rank in range(n)], [rank // m % m for rank in range(n)]
+    place = lambda rank: (parity[rank], rank % m if parity[rank] else upper[rank])
+    hosts = [(rank, place(rank) if mapped else (rank * 2 // n, upper[rank])) for rank in range(n)]
+    return Graph(range(n), hosts + [((0, low), (1, high)) for low, high in _places(m, m)])
 
 
 def jellyfish(switches: int, ports: int, per_switch: int, seed: int = 0) -> Graph:
     """Switches joined at random with the ports that hosts leave free. Where two ports are left that cannot be
     joined, a cable is taken out and its ends go to them."""
-    require_positive_ints(1024, switches=switches, ports=ports, per_switch=per_switch)
+    hosts, degree = _places(switches, per_switch), ports - per_switch
     require_ints(seed=seed)
-    degree = ports - per_switch
-    if not 2 <= degree < switches:
-        raise ValueError(f"{degree} ports to {switches} switches; leave 2 ports, fewer than switches")
+    require_ints(2, switches - 1, ports_to_switches=degree)
     draw, free, cables = Random(seed), [degree] * switches, set()
     pairs = list(combinations(range(switches), 2))
     for a, b in draw.sample(pairs, len(pairs)):
@@ -142,7 +140,6 @@ def jellyfish(switches: int, ports: int, per_switch: int, seed: int = 0) -> Grap
         fits = lambda x, y: not {a, b} & {x, y} and not {pair(a, x), pair(b, y)} & cables
         x, y = draw.choice([cable for cable in sorted(cables) if fits(*cable)])
         cables = cables - {(x, y)} | {pair(a, x), pair(b, y)}
-    hosts = list(product(range(switches), range(per_switch)))
     wires = [(("switch", a), ("switch", b)) for a, b in sorted(cables)]
     return Graph(hosts, [(host, ("switch", host[0])) for host in hosts] + wires)
 
@@ -150,10 +147,8 @@ def jellyfish(switches: int, ports: int, per_switch: int, seed: int = 0) -> Grap
 def dragonfly(p: int, a: int, h: int, rate: Number = 1) -> Graph:
     """a·h + 1 groups of a routers, each with p hosts and h global cables; one cable between any two groups.
     It counts as three hops, so that shortest paths are minimal routes: one global cable, never two."""
-    require_positive_ints(64, p=p, a=a, h=h)
-    require_positive_ints(MOST, hosts=p * a * (a * h + 1))
-    groups = range(a * h + 1)
-    hosts = list(product(groups, range(a), range(p)))
+    require_positive_ints(MOST, h=h)
+    hosts, groups = _places(a * h + 1, a, p), range(a * h + 1)
     cables = [((g, r, i), ("router", g, r), rate) for g, r, i in hosts]
     cables += [
         (("router", g, r), ("router", g, s), rate) for g in groups for r, s in combinations(range(a), 2)
@@ -166,31 +161,24 @@ def dragonfly(p: int, a: int, h: int, rate: Number = 1) -> Graph:
 
 def dragonfly_plus(radix: int, rate: Number = 1) -> Graph:
     """Groups of radix/2 leaves and radix/2 spines, all joined; half of a spine's ports are global cables."""
-    require_positive_ints(14, radix=radix)
-    require_ints(0, 0, radix_modulo_2=radix % 2)
-    h = radix // 2
-    groups, half = range(h * h + 1), range(h)
-    hosts = list(product(groups, half, half))
+    h = _half(radix)
+    hosts = _places(h * h + 1, h, h)
     cables = [((g, leaf, i), ("leaf", g, leaf), rate) for g, leaf, i in hosts]
     cables += [(("leaf", g, leaf), ("spine", g, spine), rate) for g, leaf, spine in hosts]
     ends = lambda g, other: (("spine", g, (other - 1) // h), ("spine", other, g // h), rate)
-    return Graph(hosts, cables + [ends(g, other) for g, other in combinations(groups, 2)])
+    return Graph(hosts, cables + [ends(g, other) for g, other in combinations(range(h * h + 1), 2)])
 
 
 def bcube(n: int, k: int, rate: Number = 1) -> Graph:
     """A host is k + 1 digits below n; a switch of level i joins the n hosts that differ in digit i alone."""
     require_ints(0, 12, k=k)
-    require_positive_ints(MOST, n=n)
-    require_positive_ints(MOST, hosts=n ** (k + 1))
-    hosts = list(product(range(n), repeat=k + 1))
+    hosts = _places(*[n] * (k + 1))
     wires = [(host, ("switch", i, *host[:i], *host[i + 1 :]), rate) for host in hosts for i in range(k + 1)]
     return Graph(hosts, wires, forwards=True)
 
 
 def dcell(n: int, k: int, rate: Number = 1) -> Graph:
     """Copies of the level below, one more than it has hosts; copies a < b join hosts b-1 and a of theirs."""
-    require_ints(0, 4, k=k)
-    require_positive_ints(MOST, n=n)
     require_positive_ints(MOST, hosts=dcell_hosts(n, k))
     cables = []
 
@@ -214,12 +202,7 @@ def dcell_hosts(n: int, k: int) -> int:
 def hammingmesh(a: int, b: int, x: int, y: int, rate: Number = 1) -> Graph:
     """x · y boards of a · b accelerators in a mesh; both ends of a board's row hang on the switch of that row
     across boards, those of a column likewise. So any set of board rows and columns is a torus."""
-    require_positive_ints(MOST, a=a, b=b, x=x, y=y)
-    require_positive_ints(MOST, hosts=a * b * x * y)
-    hosts = list(
-        product(range(x), range(y), range(a), range(b))
-    )  # board row and column, row and column on it
-    cables = []
+    hosts, cables = _places(x, y, a, b), []  # board row and column, row and column on it
     for host in hosts:
         board_row, board_column, row, column = host
         right, below = (*host[:3], column + 1), (*host[:2], row + 1, column)
@@ -229,33 +212,27 @@ def hammingmesh(a: int, b: int, x: int, y: int, rate: Number = 1) -> Graph:
     return Graph(hosts, cables, forwards=True)
 
 
-# ---- TPU v4: cubes of 4 · 4 · 4, joined by optical circuit switches --------------------------------------
-
-
 def circuits(healthy: Sequence[int], shape: tuple[int, int, int]) -> list[tuple[int, int, int]]:
-    """(from cube, to cube, axis): the faces that the switches join, for a job of `shape` cubes. Which cubes
-    they are does not matter, so a broken one is left out and any other takes its place."""
-    require_positive_ints(64, shape=shape)
-    if len(shape) != 3 or len(set(healthy)) < prod(shape):
-        raise ValueError(f"shape {tuple(shape)} needs three sizes and that many of {len(healthy)} cubes")
-    places = list(product(*map(range, shape)))
+    """TPU v4: (cube, next cube, axis), the faces that optical switches join for a job of `shape` cubes. Which
+    cubes they are does not matter: a broken one is left out, and any other takes its place."""
+    places = _places(*shape)
+    if len(shape) != 3 or len(set(healthy)) < len(places):
+        raise ValueError(
+            f"shape {shape} takes {len(places)} cubes, in three dimensions; given {len(healthy)}"
+        )
     cube_at = dict(zip(places, healthy))
-    ahead = lambda place, axis: (*place[:axis], (place[axis] + 1) % shape[axis], *place[axis + 1 :])
-    return [(cube_at[place], cube_at[ahead(place, axis)], axis) for place in places for axis in range(3)]
+    return [(cube_at[at], cube_at[_ahead(at, axis, shape)], axis) for at in places for axis in range(3)]
 
 
 def cubes(healthy: Sequence[int], shape: tuple[int, int, int], size: int = 4) -> Graph:
     """The torus that these circuits make of cubes with `size` chips along an edge, and so size^2 a face."""
-    require_positive_ints(16, size=size)
-    joined = circuits(healthy, shape)
-    require_positive_ints(MOST, hosts=len(joined) // 3 * size**3)
-    ends = list(product(range(size), repeat=3))
+    joined, inside = circuits(healthy, shape), _places(size, size, size)
+    _places(*shape, size, size, size)
     at = lambda cube, axis, value, face: (cube, *face[:axis], value, *face[axis:])
     cables = []
     for here, there, axis in joined:
-        for face in product(range(size), repeat=2):
+        for face in _places(size, size):
             line = [at(here, axis, value, face) for value in range(size)]
             cables += zip(line, [*line[1:], at(there, axis, 0, face)])
-    return Graph(
-        [(here, *end) for here, _, axis in joined if axis == 0 for end in ends], cables, forwards=True
-    )
+    chips = [(cube, *place) for cube in list(healthy)[: prod(shape)] for place in inside]
+    return Graph(chips, cables, forwards=True)

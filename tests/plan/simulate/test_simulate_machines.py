@@ -97,7 +97,7 @@ def test_figures_of_the_datasheets_and_what_the_table_does_not_show():
         "H100 SXM 96GB": (2400, 132, hopper), "B200 SXM 180GB": (8000, 148, [37, 75, 1125, 2250, 4500]),
         "GB200 186GB": (8000, 152, [40, 80, 1250, 2500, 5000]),
         "MI300X 192GB": (5300, 304, [163.4, 163.4, 653.7, 1307.4, 2614.9]),
-        "Ascend 910": (1200, 32, [0] * 5),
+        "Ascend 910": (1200, 32, [0] * 5), "Bow IPU": (65_400, 1472, [0, 87.5, 0, 0, 0]),
     }  # fmt: skip
     assert {name: (*figures[name], peaks[name]) for name in DEVICES} == datasheets
     found = {80: 79.14, 141: 139.72, 180: 178.35}  # GiB
