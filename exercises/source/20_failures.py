@@ -527,9 +527,10 @@ for ranks in (2, 3, 4, 5):
 # A cluster keeps a list of its failures. With it you can replay the year for each interval and take the best. All times are whole seconds, and the
 # replay is exact:
 #
-# - A step takes `step` seconds. When the number of finished steps is a multiple of k, a save begins: training stands still for `pause` seconds, until the state
-#   is copied. Then it goes on, and the copy is written in the background, `write` seconds; from then on the save is *there*. There is one write at a time: if the
-#   one before is still under way when a save is due, training first stands still until that is over, then begins its pause.
+# - A step takes `step` seconds. When a step ends and the number of finished steps is a multiple of k, a save begins (none before step 0, none at `back`):
+#   training stands still for `pause` seconds, until the state is copied. Then it goes on, and the copy is written in the background, `write` seconds; from then
+#   on the save is *there*. There is one write at a time: if the one before is still under way when a save is due, training first stands still until that is over,
+#   then begins its pause.
 # - Of the saves that are there the newest `kept` stay; an older one is removed when a new one is there.
 # - A failure is `[broke, found, back]`. At `broke` something goes wrong, and every state that is not yet copied by then is wrong, too; a crash is found at
 #   once, a silent one later: broke ≤ found. At `found` all stops; a step, a pause or a write that is not over by then is lost. At `back`, later than

@@ -32,12 +32,13 @@ draw = Draw()  # hidden checks draw sizes and values
 #
 # Some ranks die. For each rank, `words[r]` is `None` if it is dead, `"new"` if another process has its number by now, which has no state at all, and else
 # `[finished, entered, passed]`: how many steps it has counted, and how far it is in the next one. All survivors are to go on from the same step. As long as
-# no state is lost, no step for which any of them has updated is left out or made again.
+# no state is lost, no step for which a rank is known to have updated, a dead one too, is left out or made again.
 #
 # State is cut into pieces, and `holders[p]` are the ranks that held piece p before. Survivors hold theirs still; a piece that none of them holds is
-# *lost*. If pieces are lost, there may be copies: `kept[r]` is a list of `[steps, pieces]`, pieces as they were behind so many steps, in r's memory. Then all
-# go on from the largest number of steps for which every piece is there. For the number at which survivors stand, what they hold counts together with
-# copies of that number; for a smaller one there are only copies, as updates are made in place. If there is none, only a disk helps.
+# *lost*. After an update, a rank may copy pieces to the memory of others: `kept[r]` is a list of `[steps, pieces]`, what r has got from ranks that had made so
+# many steps by then. If pieces are lost, all go on from the largest number of steps for which every piece is there. For the number at which survivors
+# stand, or will after their update, what they hold counts together with copies of that number; for a smaller one there are only copies, as updates
+# are made in place. If there is none, only a disk helps.
 #
 # > **API** `decide(words, holders, kept)` returns `[steps, update, lost]`: the number of finished steps from which all go on, or `None` if only a
 # > disk helps; the sorted ranks that must update now, with the gradients they have, before they go on (none if what they hold is thrown
@@ -51,7 +52,7 @@ def decide(words, holders, kept):
     ### BEGIN SOLUTION
     alive = {r: word for r, word in enumerate(words) if isinstance(word, (list, tuple))}
     made = {r: finished + passed for r, (finished, _, passed) in alive.items()}
-    newest = max(made.values())
+    newest = max([*made.values(), *(steps for r in alive for steps, _ in kept[r])])
     update = [r for r in alive if made[r] < newest]
     pieces = set(range(len(holders)))
     there = {newest: {p for p in pieces if set(holders[p]) & alive.keys()}}
@@ -106,14 +107,14 @@ def expect_decisions(cases, wanted):
         expect(formed, "three facts", f"steps, who updates, what is lost {where}")
         hint = "a piece is lost if nobody who survived holds it; what has a newcomer?"
         expect(said[2] == right[2], "what is lost", f"{hint} {where}")
-        hint = "who has passed has updated; for which step is every piece somewhere?"
+        hint = "who has passed has updated; who else? For which step is every piece somewhere?"
         expect(said[0] == right[0], "where all go on", f"{hint} {where}")
-        hint = "if one has passed the vote, what do all the others have?"
+        hint = "if one has passed the vote, what do all others have? Who says that one has?"
         expect(said[1] == right[1], "who updates now", f"{hint} {where}")
 
 
 # %% check="decide-words" points=1
-# Every rank holds everything: who updates now, and from where do all go on?
+# Every rank holds everything: who updates now, from where do all go on, and what does a copy of a dead rank say?
 everyone = [[0, 1, 2]]
 expect_decisions(
     [
@@ -121,8 +122,10 @@ expect_decisions(
         ([[4, True, False], None, [4, True, True]], everyone, [[]] * 3),
         ([[4, True, False], None, [5, False, False]], everyone, [[]] * 3),
         ([[4, True, False], "new", [4, True, False]], everyone, [[]] * 3),
+        ([[4, True, False], None, [4, False, False]], everyone, [[[4, [0]]], [], []]),
+        ([[4, True, False], None, [4, True, False]], everyone, [[], [], [[5, [0]]]]),
     ],
-    [[4, [], []], [5, [0], []], [5, [0], []], [4, [], []]],
+    [[4, [], []], [5, [0], []], [5, [0], []], [4, [], []], [4, [], []], [5, [0, 2], []]],
 )
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
@@ -135,6 +138,17 @@ for _ in range(40):
     wanted.append([newest, [r for r in here if updates[r] < newest], []])
     said = [word or draw.choice([None, "new"]) for word in words]
     cases.append((said, [list(range(ranks))] * draw.integer(1, 3), [[]] * ranks))
+    # all that are left have entered; a dead one may have passed, and copied what it had then
+    here, finished, passed = (
+        draw.several(range(ranks), ranks - 1),
+        draw.integer(0, 9),
+        draw.integer(0, 1),
+    )
+    kept = [[] for _ in range(ranks)]
+    kept[draw.choice(here)].append([finished + passed, [0]])
+    words = [[finished, True, False] if r in here else None for r in range(ranks)]
+    cases.append((words, [list(range(ranks))], kept))
+    wanted.append([finished + passed, sorted(here) if passed else [], []])
 expect_decisions(cases, wanted)
 ### END HIDDEN TESTS
 

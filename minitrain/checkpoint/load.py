@@ -34,6 +34,8 @@ class Saved:
     """All pieces of a checkpoint, by name, whoever wrote them. `weights`: no states of the optimizer and no
     random ones, and numbers in any of the dtypes of CONVERTED."""
 
+    lacks = "the checkpoint has {}: it is of another model, or a file is left out"
+
     def __init__(self, files: Iterable[File], broadcast: bool = False, weights: bool = False):
         self.files, self.broadcast, self.weights, self._error = list(files), broadcast, weights, None
         self.entries: dict[str, list[Entry]] = {}
@@ -83,8 +85,8 @@ class Saved:
             common = overlap(entry.start, entry.shape, piece.start, piece.shape)
             found += math.prod(common[1]) if common else 0
         if found != wanted:
-            lacks = f"{found} of {wanted} elements of {piece.name}" if found else f"no {piece.name}"
-            raise ValueError(f"the checkpoint has {lacks}: it is of another model, or a file is left out")
+            there = f"{found} of {wanted} elements of {piece.name}" if found else f"no {piece.name}"
+            raise ValueError(self.lacks.format(there))
 
     def fill(self, piece: Piece) -> None:
         """Write what was saved into a piece; all ranks that hold it must ask. `finish` tells what went wrong:

@@ -39,6 +39,7 @@ class Sync:
     driven = False  # hooks do not count: `on_microbatch_grads` and `on_step_grads` are called
     finished = False  # gradients are sums, since `zero_grad`
     listener = None  # an optimizer of the host: on_grad_final(shard, grad) has the gradient from then on
+    commit = staticmethod(lambda update: update())  # calls it when all ranks may: systems/faults/survive.py
 
     def __init__(self, model: nn.Module, groups: tuple, make_optimizer: MakeOptimizer | None):
         """`groups`: over whose ranks gradients are sums, where a parameter's placement names no others."""
@@ -126,11 +127,14 @@ class Sync:
     def step(self) -> None:
         if not self.finished:
             raise ValueError("step() before finish(): gradients are not sums over ranks; call finish()")
+        self.commit(self._update)
+        self.publish()
+
+    def _update(self) -> None:
         if self.optimizer:
             if not hasattr(self.optimizer, "before_update"):  # else it says which parameter is next
                 self.before_update()
             self.optimizer.step()
-        self.publish()
 
     def before_update(self, shard: Tensor | None = None) -> None:
         """This shard and its states are about to change; None: all of them."""

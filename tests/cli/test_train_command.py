@@ -33,6 +33,7 @@ from minitrain.plan.accounting import parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import whole_piece
 from tests import patience
+from tests.ranks.launch.test_launch_torchrun import torchrun
 
 TEXT = b"It is not enough to have a good mind; the main thing is to use it well. " * 40
 SMALL = "--width 32 --heads 4 --layers 2 --length 16 --batch 4 --steps 4 --report-every 2 --sample 6".split()
@@ -101,6 +102,23 @@ def test_ranks_that_are_left_go_on(minitrain):
     assert Store(Path("saved")).steps() == [3, 4]
     for more in (["--replace", 1], ["--restarts", 1]):
         assert minitrain(*words, *more)[0] == 2
+
+
+def test_torchrun_starts_the_command_again_from_its_checkpoint(minitrain, tmp_path):
+    """Rank 1 is killed in step 3, for which a checkpoint of step 2 is there; losses are those of a calm run, to the bit."""
+    words = ["train", *SMALL, "--steps", 6, "--report-every", 1, "--dp", 2, "--zero", 1]
+    words += ["--text", tmp_path / "text.txt", "--out", "log"]
+    code, _, err = minitrain(*words)
+    assert code == 0, err
+    (job := tmp_path / "job").mkdir()
+    words += ["--checkpoint", "saved", "--every", 2, "--resume", "--chaos", "kill 1 @3 backward"]
+    argv = ["minitrain", *map(str, words)]
+    program = f"import sys; from minitrain.cli import main; sys.argv = {argv!r}; main.main()"
+    ((status, out, err),) = torchrun(program, job, 1, 2, restarts=1)()
+    assert status == 0 and "resumed at step 2" in out, err
+    logs = ((folder / "log" / "log.jsonl").read_text().splitlines() for folder in (tmp_path, job))
+    calm, hit = ({one["step"]: one["loss"] for one in map(json.loads, log)} for log in logs)
+    assert calm == hit and len(hit) == 6
 
 
 def test_an_interrupted_command_goes_on(tmp_path):

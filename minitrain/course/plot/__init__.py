@@ -19,8 +19,7 @@ First  charts              what each rank does when, what fills its memory when,
        address_space       where every block of memory lies, and the holes
        searches            how much of its space each planner looked at
        checkpoints         what an interval wastes, a save beside training, who keeps whose state
-       fault_charts        where detectors listen, who is slow, which check sees which flip
-       recovery            who is a member when, what a death finds
+       fault_charts        where detectors listen, who is slow, what a death finds, who is there
 beside style               one palette named by meaning, one style
        controls            sliders and menus above a picture that follows them
        svg                 words, axes and legends of the pictures that widgets draw at every drag

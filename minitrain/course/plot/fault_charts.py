@@ -1,31 +1,37 @@
-"""Pictures of chapter 20: where detectors listen, who is slow, which check sees which flip."""
+"""Pictures of chapters 20 and 21: where detectors listen, who is slow; what a death finds, who is there."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minitrain.course.plot import style
 from minitrain.course.plot.style import BLUE, CENTRED, GREEN, GREY, ORANGE, SKY, VERMILLION
 
-PARTS = {"forward": SKY, "backward": BLUE, "sums": ORANGE, "update": GREEN}
 # (fault, at which part of the step, its detector, what is compared)
 LISTENING = (
     ("stopped", 0.5, "heartbeat", "does every rank still beat?"),
     ("slow", 1.5, "local time", "who needs longer, waiting left out?"),
     ("a bad link", 2.3, "delay matrix", "which row, column or cell?"),
-    ("elsewhere", 2.75, "flight recorder", "who makes another call?"),
+    ("out of step", 2.75, "flight recorder", "who makes another call?"),
     ("a wrong number", 3.5, "checksums", "do replicas agree?"),
 )
+
+
+def step_of(ax: Axes, *parts: str) -> None:
+    """The four parts of a step, one beside the other."""
+    ax.set_axis_off()
+    for at, (part, colour) in enumerate(zip(parts, (SKY, BLUE, ORANGE, GREEN))):
+        ax.barh(0, 1, left=at, height=0.65, color=colour, edgecolor="white")
+        ax.text(at + 0.5, 0, part, color=style.ink_on(colour), **CENTRED)
 
 
 @style.styled
 def listening(title: str = "One step of a rank: five faults that raise no error, and who notices") -> Figure:
     """The parts of a step, under each the fault that is planted there in the chapter, and its detector."""
     figure, ax = style.canvas(height=2.7)
-    for at, (part, colour) in enumerate(PARTS.items()):
-        ax.barh(0, 1, left=at, height=0.7, color=colour, edgecolor="white")
-        ax.text(at + 0.5, 0, part, color="white" if part != "forward" else "black", **CENTRED)
+    step_of(ax, "forward", "backward", "sums", "update")
     for row, (fault, at, detector, question) in enumerate(LISTENING, start=1):
         ax.plot([at, at], [-0.35, -row], color=VERMILLION, linewidth=1)
         ax.plot(at, -row, "X", color=VERMILLION, markersize=7)
@@ -33,7 +39,6 @@ def listening(title: str = "One step of a rank: five faults that raise no error,
         ax.text(4.15, -row, f"{detector}: {question}", va="center", color=style.BLACK)
     ax.text(4.15, 0, "detector: what it asks", va="center", weight="bold")
     ax.set(xlim=(-0.4, 7.6), ylim=(-5.6, 0.6))
-    ax.set_axis_off()
     return style.finished(figure, title)
 
 
@@ -56,34 +61,6 @@ def heat_maps(maps: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str, title
     return style.finished(figure, title)
 
 
-@style.styled
-def seen_by(table: Mapping[str, Mapping[str, bool]], *, title: str) -> Figure:
-    """{fault: {detector: has it noticed}}: a filled circle is yes, an empty one no."""
-    faults, detectors = list(table), list(next(iter(table.values())))
-    figure, ax = style.canvas(height=0.9 + 0.34 * len(faults))
-    for row, fault in enumerate(faults):
-        for column, detector in enumerate(detectors):
-            seen = table[fault][detector]
-            ax.plot(
-                column,
-                row,
-                "o",
-                markersize=11,
-                color=BLUE if seen else GREY,
-                fillstyle="full" if seen else "none",
-            )
-            ax.text(column + 0.13, row, "seen" if seen else "not seen", va="center", fontsize=8)
-    ax.set(xlim=(-0.4, len(detectors) - 0.4), ylim=(len(faults) - 0.5, -0.5))
-    ax.set_xticks(range(len(detectors)), detectors)
-    ax.set_yticks(range(len(faults)), faults)
-    ax.xaxis.tick_top()
-    ax.tick_params(length=0)
-    ax.grid(False)
-    for side in ax.spines.values():
-        side.set_visible(False)
-    return style.finished(figure, title)
-
-
 def account(outcomes: Mapping[str, tuple]) -> dict[str, dict[str, float]]:
     """{row: simulate.failures.Outcome} in per cent of the time that passed, for `charts.bars_by_kind`."""
     names = ("useful", "saving", "lost work", "detecting and restarting")
@@ -91,3 +68,39 @@ def account(outcomes: Mapping[str, tuple]) -> dict[str, dict[str, float]]:
         row: {name: 100 * s / sum(one[:4]) for name, s in zip(names, one[:4])}
         for row, one in outcomes.items()
     }
+
+
+@style.styled
+def commit(title: str = "A death at each point of a step, and what the survivors do") -> Figure:
+    """The parts of a step; below them who has entered and who has passed the vote, and what follows."""
+    figure, ax = style.canvas(height=2.0)
+    step_of(ax, "forward", "backward, sums", "vote", "update")
+    for left, right, said, then in (
+        (0.02, 2.45, "nobody has passed the vote", "the step is made again by those who are left"),
+        (2.55, 3.98, "somebody has passed", "all have entered: all update"),
+    ):
+        ax.annotate("", (right, -0.75), (left, -0.75), arrowprops={"arrowstyle": "<->", "color": VERMILLION})
+        ax.text((left + right) / 2, -1.05, said, weight="bold", **CENTRED)
+        ax.text((left + right) / 2, -1.4, then, **CENTRED)
+    ax.set(xlim=(-0.1, 4.3), ylim=(-1.7, 0.4))
+    return style.finished(figure, title)
+
+
+@style.styled
+def members(
+    losses: Sequence[float], history: Sequence[tuple[int, int, int]], wanted: Sequence[float], *, title: str
+) -> Figure:
+    """Losses by step over those of one process, and below how many ranks have made each step."""
+    figure, (above, below) = style.stacked(2, 3.6, [2, 1])
+    above.plot(wanted, color=GREY, linewidth=5, label="one process")
+    above.plot(losses, "o-", color=BLUE, markersize=4, linewidth=1.2, label="ranks, of which some die")
+    above.set(ylabel="loss")
+    above.legend(loc="upper right")
+    ends = [*(done for done, *_ in history[1:]), len(losses)]
+    for (done, ranks, generation), end in zip(history, ends):
+        below.bar(done - 0.5, ranks, end - done, align="edge", color=SKY, edgecolor="white")
+        below.text((done + end - 1) / 2, ranks / 2, f"{ranks}", **CENTRED)
+        if done:
+            above.axvline(done - 0.5, color=VERMILLION, linestyle=":", linewidth=1)
+    below.set(xlabel="step", ylabel="ranks", yticks=range(0, 1 + max(ranks for _, ranks, _ in history), 2))
+    return style.finished(figure, title)

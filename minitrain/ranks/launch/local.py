@@ -28,7 +28,7 @@ from minitrain.ranks import collectives
 from minitrain.ranks.launch import ranks as launch_ranks
 from minitrain.ranks.launch import report
 from minitrain.ranks.launch.report import RETURNED, LaunchTimeout, RankError
-from minitrain.ranks.launch.team import Hung
+from minitrain.ranks.launch.team import Hung, status
 from minitrain.ranks.process import PROCESS
 
 GRACE_S = 0.3  # after the first error, for equal ones of other ranks
@@ -280,9 +280,7 @@ class Clock:
 
 def processor_s(pid: int) -> float:
     """Of all threads of a process so far."""
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return sum(map(int, file.read().rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+    return sum(map(int, status(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def notebook_cells() -> dict[str, str]:

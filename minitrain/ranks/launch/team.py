@@ -17,13 +17,13 @@ server.
 """
 
 import datetime
-import mmap
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+import numpy as np
 import torch.distributed as dist
 
 from minitrain.ranks import torch_private
@@ -32,7 +32,6 @@ from minitrain.ranks.launch import report
 from minitrain.ranks.process import PROCESS
 
 MOST = 4000  # members of one launch, those that died included
-THERE, AGREED, STATUS, NOTE, BEAT = (1 + MOST * column for column in range(5))
 DONE = 2**62  # agreed to by who has returned
 NEW = -1, 0.0  # what a member says that has just come
 BACKEND = "gloo_apart"
@@ -54,27 +53,23 @@ class Roll:
     def __init__(self, path: str):
         with open(path, "a+b") as file:
             file.truncate(8 * (1 + 5 * MOST))
-            page = memoryview(mmap.mmap(file.fileno(), 0))
-        self.page, self.floats = page.cast("q"), page.cast("d")  # read and written 8 bytes at a time
+        self.page = np.asarray(np.memmap(path, np.int64, "r+"))  # read and written 8 bytes at a time
+        self.there, self.agreed, self.counts, notes, self.beats = self.page[1:].reshape(5, MOST)
+        self.notes = notes.view(np.float64)
 
-    generation = property(lambda self: self.page[0])
+    generation = property(lambda self: int(self.page[0]))
 
     def change(self, members: Iterable[int], there: bool) -> None:
         """By the helper alone."""
         self.page[0] += 1
-        for member in members:
-            self.page[THERE + member] = there
+        self.there[list(members)] = there
         self.page[0] += 1
 
     def read(self) -> tuple[int, list[int]]:
         while True:
-            generation = self.generation
-            there = self.page[THERE : THERE + MOST].tolist()
+            generation, members = self.generation, np.flatnonzero(self.there).tolist()
             if generation % 2 == 0 and self.generation == generation:
-                return generation, [member for member, here in enumerate(there) if here]
-
-    def said(self, column: int, member: int) -> int:
-        return self.page[column + member]
+                return generation, members
 
 
 class Team:
@@ -100,21 +95,22 @@ class Team:
 
     def finish(self) -> None:
         """This member has made the last step; who agrees from now on is Finished."""
-        self._say(AGREED, DONE)
+        self.roll.agreed[self.member] = DONE
 
     def agree(self, status: Status = NEW) -> tuple[int, dict[int, Status]]:
         """The generation, and what each member says, the same on all of them. Finished: one has returned."""
-        said = lambda member: (self.roll.page[STATUS + member], self.roll.floats[NOTE + member])
+        roll = self.roll
         while True:
-            generation, members = self.roll.read()
-            self.roll.page[STATUS + self.member], self.roll.floats[NOTE + self.member] = status
-            self._say(AGREED, generation)
-            while self.roll.generation == generation:
-                agreed = [self.roll.said(AGREED, member) for member in members]
+            generation, members = roll.read()
+            roll.counts[self.member], roll.notes[self.member] = status
+            roll.agreed[self.member] = generation
+            while roll.generation == generation:
+                agreed = roll.agreed[members]
                 if DONE in agreed:
                     raise Finished
-                if agreed == [generation] * len(members):
-                    return generation, {member: said(member) for member in members}
+                if (agreed == generation).all():
+                    said = zip(roll.counts[members].tolist(), roll.notes[members].tolist())
+                    return generation, dict(zip(members, said))
                 time.sleep(0.001)
 
     def regroup(self, status: Status = NEW, prepare: Callable = lambda said: NEW, error=None) -> None:
@@ -162,20 +158,16 @@ class Team:
 
     def _left(self) -> bool:
         """Is a member of this group gone, or in a newer one?"""
-        gone = lambda member: (
-            not self.roll.said(THERE, member) or self.roll.said(AGREED, member) > self.generation
-        )
-        return any(gone(member) for member in self.members if member != self.member)
-
-    def _say(self, column: int, word: int) -> None:
-        self.roll.page[column + self.member] = word
+        others = [member for member in self.members if member != self.member]
+        there, agreed = self.roll.there[others], self.roll.agreed[others]
+        return bool((there == 0).any() or (agreed > self.generation).any())
 
     def _watch(self) -> None:
         """Waits end soon after a member has gone; how far this one is, for who looks for hung ones."""
         while True:
             time.sleep(LOOK_S)
             with self.lock:
-                self._say(BEAT, self.step << 32 | PROCESS.num_calls - self.before)
+                self.roll.beats[self.member] = self.step << 32 | PROCESS.num_calls - self.before
                 if PROCESS.lost_since is None and self._left():
                     PROCESS.lost_since = time.monotonic()
 
@@ -209,8 +201,9 @@ class Hung:
         if not os.path.exists(self.path):
             return None
         self.roll = self.roll or Roll(self.path)
-        members = [one for one in self.roll.read()[1] if one in pids and self.roll.said(AGREED, one) != DONE]
-        far = {one: (self.roll.said(AGREED, one), self.roll.said(BEAT, one)) for one in members}
+        agreed, beats = self.roll.agreed, self.roll.beats
+        members = [one for one in self.roll.read()[1] if one in pids and agreed[one] != DONE]
+        far = {one: (agreed[one].item(), beats[one].item()) for one in members}
         before, self.queued = self.queued, {one: schedstat(pids[one]) for one in members}
         waited = (queued - before.get(one, queued) for one, queued in self.queued.items())
         self.looked, since = time.monotonic(), self.looked
@@ -219,12 +212,10 @@ class Hung:
             self.seen, self.still_s = far, 0.0
         if self.still_s < self.hung_s:
             return None
-        self.still_s, alive = 0.0, {one: not stopped(pids[one]) for one in members}
-        return (
-            None
-            if len(set(far.values())) < 2 and all(alive.values())
-            else min(far, key=lambda one: (alive[one], far[one]))
-        )
+        self.still_s, alive = 0.0, {one: status(pids[one])[:1] != ["T"] for one in members}  # stopped
+        if len({*far.values()}) < 2 and all(alive.values()):
+            return None
+        return min(far, key=lambda one: (alive[one], far[one]))
 
 
 def schedstat(pid: int) -> float:
@@ -234,7 +225,8 @@ def schedstat(pid: int) -> float:
     return 0.0
 
 
-def stopped(pid: int) -> bool:
+def status(pid: int) -> list[str]:
+    """What Linux says of a process from its state on: "T" is stopped. Empty: it is gone."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] == "T"
-    return False
+        return file.read().rpartition(")")[2].split()
+    return []

@@ -71,9 +71,8 @@ def parse_fault(text: str, ranks: int) -> Fault:
     pattern = re.sub("[A-Z]+", lambda word: f"({PATTERNS[word[0]]})", form.replace(" | ", "|"))
     if not re.fullmatch(pattern, point + more) or any(which) and point in PHASES:
         words = "; ".join(f"{word}: {list}" for word, list in WORDS.items() if word in form)
-        raise ValueError(
-            f"fault {text!r}: after {kind} RANK @STEP comes {form}" + f" ({words})" * bool(words)
-        )
+        more = f" ({words})" * bool(words)
+        raise ValueError(f"fault {text!r}: after {kind} RANK @STEP comes {form}{more}")
     if int(rank) >= ranks or int(last) < int(first):
         raise ValueError(f"fault {text!r}: ranks go from 0 to {ranks - 1}, steps from FIRST to LAST")
     which = (int(digits) if digits else None for digits in which)
@@ -100,10 +99,9 @@ class Plan(tuple):
         for kind in kinds:
             checks.require_one_of(KINDS, kinds=kind)
             words = {word: draw.choice(allowed.split("|")) for word, allowed in WORDS.items()}
-            words |= dict(
-                ELEMENT=draw.randrange(10**6), BIT=draw.randrange(32), NAME=draw.choice(names or [""])
-            )
-            words |= dict(SECONDS=f"{draw.uniform(0.03, 0.1):.3f}", MODULE=words["NAME"].rpartition(".")[0])
+            element, bit, name = draw.randrange(10**6), draw.randrange(32), draw.choice(names or [""])
+            words |= dict(ELEMENT=element, BIT=bit, NAME=name, MODULE=name.rpartition(".")[0])
+            words |= dict(SECONDS=f"{draw.uniform(0.03, 0.1):.3f}")
             form = draw.choice([form for form in KINDS[kind].split(" | ") if names or ":" not in form])
             point, *more = re.sub("[A-Z]+", lambda word: str(words[word[0]]), form).split()
             point += "" if point in PHASES else f"#{draw.randrange(4)}"

@@ -11,7 +11,8 @@ Differs: as tensors in the process that trains, since that survives.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,16 +23,14 @@ from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.pieces import Piece, share_out
 from minitrain.systems.checkpoint.in_memory import Lost, gather_plain
-from minitrain.systems.faults.live import flat_bytes
+from minitrain.systems.faults.live import flat_bytes, lasting, tensors, told
 
 
 class Copies:
     def __init__(self, every: int = 1):
         require_positive_ints(every=every)
         self.every, self.sent_bytes = every, 0
-        self.shares: dict[
-            int, tuple[int, int, dict[int, Tensor]]
-        ] = {}  # number -> (step, ranks, {rank: share})
+        self.shares: dict[int, tuple] = {}  # number -> (step, ranks, {rank: share})
 
     def keep(self, number: int, step: int, run, first: bool = False) -> None:
         """On all ranks: copy the shares of `step`, if it is one to copy, or the `first` of a layout. Numbers
@@ -54,46 +53,35 @@ class Copies:
 
     def whole(self, group: ProcessGroup) -> tuple[int, list[Piece], dict[str, Any]]:
         """Step, pieces, and plain state. Lost: of no step every share is somewhere."""
-        told = [
-            (number, step, ranks, sorted(shares)) for number, (step, ranks, shares) in self.shares.items()
-        ]
+        held = [(number, *layout, sorted(shares)) for number, (*layout, shares) in self.shares.items()]
         owners: dict[tuple, set[int]] = {}
-        for number, step, ranks, there in (one for told in gather_plain(told, group) for one in told):
-            owners.setdefault((number, step, ranks), set()).update(there)
-        why = "nothing was copied"
-        for (number, step, ranks), there in sorted(owners.items(), reverse=True):
-            if len(there) == ranks:
-                shares = self.shares[number][2] if number in self.shares else {}
-                return step, *unpacked(shares.values())
-            gone = min(set(range(ranks)) - there)
-            why = f"the share of rank {gone} of {ranks} at step {step} has died with its neighbour's copy"
-        raise Lost(why)
+        for *at, there in chain(*gather_plain(held, group)):
+            owners.setdefault(tuple(at), set()).update(there)
+        gone = {at: set(range(at[2])) - there for at, there in owners.items()}
+        for number, step, _ in sorted((at for at, ranks in gone.items() if not ranks), reverse=True)[:1]:
+            return step, *unpacked(self.shares[number][2].values() if number in self.shares else ())
+        if not gone:
+            raise Lost("nothing was copied")
+        (_, step, ranks), lost = max(gone.items())
+        what = f"the share of rank {min(lost)} of {ranks} at step {step}"
+        raise Lost(f"{what} has died with its neighbour's copy")
 
 
 def packed(pieces: list[Piece], plain: dict[str, Any]) -> Tensor:
     """Names and numbers as text, then the bytes of all; a copy, on the host."""
-    pieces = [piece for piece in pieces if not piece.name.startswith("random/")]
-    told = [(p.name, p.whole, p.start, p.shape, str(p.values.dtype)[6:]) for p in pieces]
-    text = json.dumps([told, plain]).encode()
+    pieces = lasting(pieces)
+    text = json.dumps([told(pieces), plain]).encode()
     head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
     return torch.cat([head, *(flat_bytes(piece.values).cpu() for piece in pieces)])
 
 
-def unpacked(shares) -> tuple[list[Piece], dict[str, Any]]:
-    pieces: list[Piece] = []
-    plain: dict[str, Any] = {}
+def unpacked(shares: Iterable[Tensor]) -> tuple[list[Piece], dict[str, Any]]:
+    pieces, plain = [], {}
     for share in shares:
         size = int.from_bytes(share[:8].numpy().tobytes(), "little")
-        told, more = json.loads(share[8 : 8 + size].numpy().tobytes())
-        pieces += _pieces(told, share[8 + size :])
-        for key, value in more.items():
+        said, numbers = json.loads(share[8 : 8 + size].numpy().tobytes())
+        values = tensors(share[8 + size :], ((getattr(torch, dtype), shape) for *_, shape, dtype in said))
+        pieces += [Piece(one[0], tuple(one[1]), tuple(one[2]), x) for one, x in zip(said, values)]
+        for key, value in numbers.items():
             plain[key] = plain.get(key, {}) | value if isinstance(value, dict) else value
     return pieces, plain
-
-
-def _pieces(told: list, data: Tensor) -> Iterator[Piece]:
-    for name, whole, start, shape, word in told:
-        dtype = getattr(torch, word)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        yield Piece(name, tuple(whole), tuple(start), data[:size].clone().view(dtype).view(shape))
-        data = data[size:]

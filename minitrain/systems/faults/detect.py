@@ -15,7 +15,6 @@ Gershon et al. 2024, Vela, arXiv:2407.05467; Wu et al. 2023, TRANSOM, arXiv:2310
 recorder. Differs: probes, where C4 reads times of the job's own messages; one clock, as on one machine.
 """
 
-import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -29,38 +28,35 @@ import torch
 from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_positive, require_positive_ints
+from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.process import PROCESS
 
-QUEUE = "/proc/thread-self/schedstat"  # of Linux: on a core, in the run queue (ns), turns
+BEAT_S, BEATS = 0.05, 10
+QUEUE = "/proc/self/task/{}/schedstat"  # of Linux and a thread: on a core, in the run queue (ns), turns
 
 
-class Heartbeat:
+class Heartbeat(ExitStack):
     """`with Heartbeat(path, rank, ranks) as heart`: a thread counts beats, the rank its step and calls, in a
     file that all see. `heart.silent()`, asked again and again by anybody: (rank, step, calls) of those that
-    had no beat while the median rank had `least`: stopped or gone, however slow the machine is.
+    had no beat while the median rank had ten: stopped or gone, however slow the machine is.
     `heart.behind()`: who is furthest behind; where all wait and all beat, they wait for that one."""
 
-    def __init__(self, path: Path | str, rank: int, ranks: int, every_s: float = 0.05):
+    def __init__(self, path: Path | str, rank: int, ranks: int):
+        super().__init__()
         require_positive_ints(ranks=ranks)
-        require_positive(every_s=every_s)
         with open(path, "ab") as file:
             file.truncate(ranks * 24)
         self.rows = np.memmap(path, np.int64, "r+", shape=(ranks, 3))  # beats, step, calls
-        self.rank, self.every_s, self.seen, self.ended = rank, every_s, self.rows.copy(), threading.Event()
+        self.rank, self.seen, self.ended = rank, self.rows.copy(), threading.Event()
 
     def __enter__(self) -> "Heartbeat":
-        self.watching = collectives.observe(self._on_event)
-        self.watching.__enter__()
+        self.enter_context(collectives.observe(self._on_event))
+        self.callback(self.ended.set)
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
-    def __exit__(self, *error) -> None:
-        self.ended.set()
-        self.watching.__exit__(None, None, None)
-
     def _beat(self) -> None:
-        while not self.ended.wait(self.every_s):
+        while not self.ended.wait(BEAT_S):
             self.rows[self.rank, 0] += 1
 
     def _on_event(self, kind: str, subject) -> None:
@@ -68,10 +64,10 @@ class Heartbeat:
             self.rows[self.rank, 1] = self.rows[self.rank, 1] + 1 if subject.step is None else subject.step
         self.rows[self.rank, 2] += kind == "issue"
 
-    def silent(self, least: int = 10) -> list[tuple[int, int, int]]:
+    def silent(self) -> list[tuple[int, int, int]]:
         now = self.rows.copy()
         beats = (now - self.seen)[:, 0]
-        if np.median(beats) < least:
+        if np.median(beats) < BEATS:
             return []
         self.seen = now
         return [(rank, *now[rank, 1:].tolist()) for rank in np.flatnonzero(beats == 0).tolist()]
@@ -80,26 +76,19 @@ class Heartbeat:
         return min(((rank, *row[1:].tolist()) for rank, row in enumerate(self.rows)), key=lambda row: row[1:])
 
 
-class LocalTime:
+class LocalTime(ExitStack):
     """`with LocalTime() as clock`: `clock.lap()` is this rank's own time since the last one, in seconds."""
 
     def __enter__(self) -> "LocalTime":
-        self.open = ExitStack()
-        self.queue = self.open.enter_context(open(QUEUE)) if os.path.exists(QUEUE) else None
+        self.queue = Path(QUEUE.format(threading.get_native_id()))
         self.inner, self.waited, self.last = PROCESS.begin, 0.0, self.now()
-        self.open.callback(setattr, PROCESS, "begin", self.inner)
+        self.callback(setattr, PROCESS, "begin", self.inner)
         PROCESS.begin = self._begin
         return self
 
-    def __exit__(self, *error) -> None:
-        self.open.close()
-
     def now(self) -> float:
-        queued = 0
-        if self.queue:
-            self.queue.seek(0)
-            queued = int(self.queue.read().split()[1])
-        return time.perf_counter() - queued / 1e9
+        queued = self.queue.read_text().split()[1] if self.queue.exists() else 0
+        return time.perf_counter() - int(queued) / 1e9
 
     def lap(self) -> float:
         now = self.now()
@@ -124,11 +113,11 @@ def heat_map(local_s: Sequence[float], group: ProcessGroup) -> np.ndarray:
     return collectives.all_gather(own[:, None], group, 1).numpy()
 
 
-def stragglers(local_s: np.ndarray, ratio: float = 1.5, least_s: float = 0.01) -> list[int]:
-    """Ranks whose fastest step of local_s[steps, ranks] is longer than the median rank's, by both limits."""
-    require_positive(ratio=ratio, least_s=least_s)
+def stragglers(local_s: np.ndarray) -> list[int]:
+    """Ranks whose fastest step of local_s[steps, ranks] is half and 10 ms longer than the median rank's."""
     fastest = np.asarray(local_s).min(0)
-    return np.flatnonzero(fastest > max(ratio * np.median(fastest), np.median(fastest) + least_s)).tolist()
+    typical = np.median(fastest)
+    return np.flatnonzero(fastest > max(1.5 * typical, typical + 0.01)).tolist()
 
 
 # ---- pairs ----------------------------------------------------------------------------------------------
@@ -147,14 +136,13 @@ def rounds_of_pairs(nodes: Collection[int], busy: Collection[int] = ()) -> list[
     return rounds
 
 
-def probe(group: ProcessGroup, numel: int = 16384, tries: int = 8) -> np.ndarray:
-    """delays[sender, receiver] in seconds, the same on all ranks: the best of some messages there and back,
-    each with the time at which it left. On one machine, whose ranks have one clock."""
-    require_positive_ints(numel=numel, tries=tries)
-    rank, n, message = group.rank(), group.size(), torch.empty(numel, dtype=torch.float64)
+def probe(group: ProcessGroup) -> np.ndarray:
+    """delays[sender, receiver] in seconds, the same on all ranks: the best of 8 messages of 128 KiB. Each has
+    the time at which it left: on one machine, whose ranks have one clock."""
+    rank, n, message = group.rank(), group.size(), torch.empty(1 << 14, dtype=torch.float64)
     best = torch.full((n, n), torch.inf, dtype=torch.float64)
     for pair in (pair for pairs in rounds_of_pairs(range(n)) for pair in pairs if rank in pair):
-        for sender, receiver in (pair, pair[::-1]) * tries:
+        for sender, receiver in (pair, pair[::-1]) * 8:
             if rank == sender:
                 message[0] = time.monotonic()
                 collectives.send(message, receiver, group)
@@ -164,14 +152,13 @@ def probe(group: ProcessGroup, numel: int = 16384, tries: int = 8) -> np.ndarray
     return -collectives.all_reduce(-best, group, op="max").fill_diagonal_(0).numpy()
 
 
-def blame(delays: np.ndarray, ratio: float = 2.0, least_s: float = 0.015) -> tuple:
+def blame(delays: np.ndarray) -> tuple:
     """("rank", r), ("sender", r), ("receiver", r), ("link", i, j); () for nobody, ("links", ..) if unclear.
-    `least_s`: what a busy machine may add to all tries."""
-    require_positive(ratio=ratio, least_s=least_s)
+    Slow is twice the median and 15 ms above it, which a busy machine may add to all tries."""
     delays = np.asarray(delays)
     others = ~np.eye(n := len(delays), dtype=bool)
     typical = np.median(delays[others])
-    slow = (delays > max(ratio * typical, typical + least_s)) & others
+    slow = (delays > max(2 * typical, typical + 0.015)) & others
     links = [tuple(link) for link in np.argwhere(slow).tolist()]
     rows, columns = ({int(r) for r in np.flatnonzero(slow.sum(axis) == n - 1)} for axis in (1, 0))
     if len(links) > 1 and len(rows | columns) == 1:
@@ -187,7 +174,7 @@ def self_check(group: ProcessGroup, numel: int = 1024) -> list[tuple]:
     rank, n = group.rank(), group.size()
     known = lambda source, to: torch.arange(numel, dtype=torch.float64) + numel * (source * n + to)
     ones = torch.ones(numel, numel, dtype=torch.float64)
-    wrong = [not torch.equal(ones @ known(0, 0), torch.full((numel,), numel * (numel - 1) / 2).double())]
+    wrong = [bool((ones @ known(0, 0) != numel * (numel - 1) / 2).any())]
     pieces = collectives.all_to_all(torch.cat([known(rank, to) for to in range(n)]), group)
     wrong += [not torch.equal(piece, known(i, rank)) for i, piece in enumerate(pieces.chunk(n))]
     total = collectives.all_reduce(known(rank, 0), group)
@@ -238,28 +225,20 @@ def lost_messages(logs: Mapping[int, Sequence]) -> list[tuple[int, int, int]]:
 # ---- series ---------------------------------------------------------------------------------------------
 
 
-def drift(
-    times: Sequence[float], period: int = 1, learn: int = 60, slack: float = 1.25, limit: float = 14.0
-) -> int | None:
+def drift(times: Sequence[float], period: int = 1) -> int | None:
     """The step from which on `times` are longer than before, or None. For each phase of the period (as of a
-    checkpoint every 10 steps) the median of the first `learn` steps is taken off; what is left, in units of
-    its own scale, adds up in a CUSUM (Page 1954, Continuous Inspection Schemes), less `slack` per step."""
-    require_positive_ints(period=period, learn=learn)
-    require_positive(slack=slack, limit=limit)
-    times = np.asarray(times, dtype=float)
+    checkpoint every 10 steps) the median of the first 60 steps is taken off; what is left, in units of its
+    own scale, adds up in a CUSUM (Page 1954, Continuous Inspection Schemes), less 1.25 per step, up to 14."""
+    require_positive_ints(period=period)
+    times, learn = np.asarray(times, dtype=float), 60
     if len(times) < learn or learn < 4 * period:
-        raise ValueError(
-            f"{len(times)} times, {learn=}, {period=}: learn from 4 periods or more, and have as many"
-        )
+        raise ValueError(f"{len(times)} times, {period=}: give {learn} or more, of 4 periods or more")
     phase = np.arange(len(times)) % period
-    typical = np.array([np.median(times[:learn][phase[:learn] == p]) for p in range(period)])
-    away = times - typical[phase]
-    away = np.minimum(
-        away / max(1.4826 * np.median(np.abs(away[:learn])), 1e-12), 4 * slack
-    )  # one is no drift
+    away = times - np.array([np.median(times[:learn][phase[:learn] == p]) for p in range(period)])[phase]
+    scale = max(1.4826 * np.median(np.abs(away[:learn])), 1e-12)
     total, since = 0.0, 0
-    for step, excess in enumerate(away):
-        total, since = max(0.0, total + excess - slack), since if total else step
-        if total > limit:
+    for step, excess in enumerate(np.minimum(away / scale, 5.0) - 1.25):  # one late step is no drift
+        total, since = max(0.0, total + excess), since if total else step
+        if total > 14.0:
             return since
     return None

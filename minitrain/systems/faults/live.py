@@ -3,11 +3,12 @@
     live = Live(old_run.pieces(), old_run.plain_state(), group)     what each rank of `group` can give
     new_run.load_pieces(live)                                       what each of them wants
 
-It has the protocol of checkpoint/load.Saved: `check` notes what this rank wants; at the first `fill` ranks
-tell each other, and one all-to-all moves it. What a rank has itself moves nothing; of copies givers take
-turns. Sends each wanted byte that is not here once (`moved_bytes` of this rank), and some 60 bytes of text
-per piece to all. Memory: what is sent and what arrives, until `finish`. From ZeRO-3 over n ranks to whole
-float32 parameters each rank sends (n-1)/n * 4P bytes. Random states stay where they are.
+It is a checkpoint/load.Saved, whose entries are pieces that ranks have: `check` also notes what this rank
+wants; at the first `fill` ranks tell each other, and one all-to-all moves it. What a rank has itself moves
+nothing; of copies givers take turns. Sends each wanted byte that is not here once (`moved_bytes` of this
+rank), and some 60 bytes of text per piece to all. Memory: what is sent and what arrives, until `finish`. From
+ZeRO-3 over n ranks to whole float32 parameters each rank sends (n-1)/n * 4P bytes. Random states stay where
+they are.
 
 Survivors go on with it (survive.py); a job changes its layout, an actor goes from training to generating.
 Duan et al. 2024, Parcae, NSDI (live migration); Yao et al. 2023, DeepSpeed-Chat, arXiv:2308.01320, section 4
@@ -15,71 +16,51 @@ Duan et al. 2024, Parcae, NSDI (live migration); Yao et al. 2023, DeepSpeed-Chat
 """
 
 import math
-from collections.abc import Iterable
+from collections import namedtuple
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.checkpoint.load import Saved
 from minitrain.ranks import collectives
 from minitrain.ranks.pieces import Piece, overlap, part_of
 from minitrain.systems.checkpoint.in_memory import gather_plain
 
+Given = namedtuple("Given", "name whole start shape dtype givers")  # {rank: which of its pieces it is}
 
-class Live:
+
+class Live(Saved):
     """All ranks of `group` make it and load from it together; a rank may have nothing to give. A piece that
     nobody has is a ValueError of `check`, before anything has changed."""
 
+    lacks = "the ranks have {}: those that had it are gone, or it is of another model"
+
     def __init__(self, pieces: Iterable[Piece], plain: dict[str, Any], group: ProcessGroup):
         self.group, self.rank, self.moved_bytes = group, group.rank(), 0
-        self.mine = [piece for piece in pieces if not piece.name.startswith("random/")]
-        told = [(p.name, p.whole, p.start, p.shape, str(p.values.dtype)[6:]) for p in self.mine]
-        self.whole: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        self.givers: dict[str, dict[tuple, list]] = {}  # name -> (start, shape) -> [(rank, its number there)]
-        self.plain: dict[str, Any] = {}
-        for rank, (theirs, numbers) in enumerate(gather_plain((told, plain), group)):
+        self.mine, given = lasting(pieces), {}
+        everyone = gather_plain((told(self.mine), plain), group)
+        for rank, (theirs, _) in enumerate(everyone):
             for number, (name, whole, start, shape, dtype) in enumerate(theirs):
-                self.whole[name] = getattr(torch, dtype), tuple(whole)
-                places = self.givers.setdefault(name, {})
-                places.setdefault((tuple(start), tuple(shape)), []).append((rank, number))
-            for key, value in numbers.items():
-                if isinstance(value, dict):
-                    self.plain.setdefault(key, {}).update(value)
-                else:
-                    self.plain[key] = value
+                what = name, tuple(whole), tuple(start), tuple(shape), getattr(torch, dtype)
+                given.setdefault(what, Given(*what, {})).givers[rank] = number
+        entries = [given.values()] + [()] * (len(everyone) - 1)
+        super().__init__(SimpleNamespace(entries=e, plain=own) for e, (_, own) in zip(entries, everyone))
         self.wants: dict[tuple, list] = {}  # of a piece -> [(giver, number, start, shape)]
         self.arrived: dict[tuple, Tensor] | None = None
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.whole
-
-    def shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
-        """{"layers.0.tokens": shape of the whole} of all names that begin with kind, as "parameters"."""
-        named = {name.partition("/"): whole for name, (_, whole) in self.whole.items()}
-        return {name: whole for (begin, _, name), whole in named.items() if begin == kind}
-
-    def states_of(self, parameter: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """{"exp_avg": (dtype, shape of the whole)}: what the optimizer had of a parameter."""
-        begin = f"optimizer/{parameter}/"
-        return {name.removeprefix(begin): at for name, at in self.whole.items() if name.startswith(begin)}
-
     def check(self, piece: Piece) -> None:
-        """ValueError: no rank has it, not all of it, or as something else."""
-        have, now = self.whole.get(piece.name), (piece.values.dtype, tuple(piece.whole))
-        if have != now:
-            there = f"{have[0]} {list(have[1])}" if have else "on no rank"
-            raise ValueError(f"{piece.name} is {now[0]} {list(now[1])} in this run and {there} in the other")
-        parts = []
-        for (start, shape), holders in self.givers[piece.name].items():
-            if common := overlap(start, shape, piece.start, piece.shape):
-                turn = holders[(self.rank + len(self.wants)) % len(holders)]
-                giver = next((one for one in holders if one[0] == self.rank), turn)
-                parts.append((*giver, *common))
-        found = sum(math.prod(shape) for *_, shape in parts)
-        if found != piece.values.numel():
-            raise ValueError(f"ranks have {found} of {piece.values.numel()} elements of {piece.name}")
-        self.wants[key_of(piece)] = parts
+        super().check(piece)
+        parts = self.wants[key_of(piece)] = []
+        for entry in self.entries[piece.name]:
+            if common := overlap(entry.start, entry.shape, piece.start, piece.shape):
+                turn = list(entry.givers)[(self.rank + len(self.wants)) % len(entry.givers)]
+                giver = self.rank if self.rank in entry.givers else turn
+                parts.append((giver, entry.givers[giver], *common))
 
     def fill(self, piece: Piece) -> None:
         """Write what ranks have into a piece that was checked; the first one is a collective."""
@@ -98,24 +79,38 @@ class Live:
     def _move(self) -> None:
         if self.arrived is not None:
             return
-        asked: list[list] = [[] for _ in range(self.group.size())]
-        places: list[list] = [[] for _ in asked]
+        coming: list[list] = [[] for _ in range(self.group.size())]  # from each giver
         for key, parts in self.wants.items():
-            for number, (giver, own, start, shape) in enumerate(parts):
+            for number, (giver, *what) in enumerate(parts):
                 if giver != self.rank:
-                    asked[giver].append((own, start, shape))
-                    places[giver].append(((*key, number), self.whole[key[0]][0], shape))
-        wanted = [theirs[self.rank] for theirs in gather_plain(asked, self.group)]
-        outgoing = [[flat_bytes(part_of(self.mine[own], *at)) for own, *at in theirs] for theirs in wanted]
-        sends = [sum(map(len, parts)) for parts in outgoing]
-        receives = [sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in one) for one in places]
+                    coming[giver].append(((*key, number), *what))
+        asked = gather_plain([[what for _, *what in one] for one in coming], self.group)
+        going = [[flat_bytes(part_of(self.mine[own], *at)) for own, *at in one[self.rank]] for one in asked]
+        places = [[(self.entries[key[0]][0].dtype, shape) for key, _, _, shape in one] for one in coming]
+        sends = [sum(map(len, parts)) for parts in going]
+        receives = [sum(math.prod(shape) * dtype.itemsize for dtype, shape in one) for one in places]
         nothing = torch.empty(0, dtype=torch.uint8, device=self.mine[0].values.device if self.mine else "cpu")
-        data = torch.cat([nothing, *(part for parts in outgoing for part in parts)])
+        data = torch.cat([nothing, *chain(*going)])
         data = collectives.all_to_all(data, self.group, send_sizes=sends, receive_sizes=receives, name="live")
-        self.moved_bytes, self.arrived = sum(sends), {}
-        for key, dtype, shape in (place for one in places for place in one):
-            size = math.prod(shape) * dtype.itemsize
-            self.arrived[key], data = data[:size].clone().view(dtype).view(shape), data[size:]
+        self.moved_bytes = sum(sends)
+        self.arrived = dict(zip((key for one in coming for key, *_ in one), tensors(data, chain(*places))))
+
+
+def lasting(pieces: Iterable[Piece]) -> list[Piece]:
+    return [piece for piece in pieces if not piece.name.startswith("random/")]
+
+
+def told(pieces: list[Piece]) -> list[tuple]:
+    """What they are, for others to hear."""
+    return [(p.name, p.whole, p.start, p.shape, str(p.values.dtype)[6:]) for p in pieces]
+
+
+def tensors(data: Tensor, places: Iterable[tuple]) -> Iterator[Tensor]:
+    """Copies out of a row of bytes, of each (dtype, shape) one after the other."""
+    for dtype, shape in places:
+        size = math.prod(shape) * dtype.itemsize
+        yield data[:size].clone().view(dtype).view(shape)
+        data = data[size:]
 
 
 def key_of(piece: Piece) -> tuple:

@@ -20,12 +20,10 @@ from minitrain.pipeline.simulate import Simulation, Span, Time
 from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
 
-def rerouted(
-    pipelines: int, stages: int, microbatches: int, dead: Collection[tuple[int, int]] = (), limit=None
-) -> Schedule:
+def rerouted(pipelines: int, stages: int, microbatches: int, dead: Collection[tuple] = ()) -> Schedule:
     """ReCycle: all pipelines as one schedule. Unit u is a microbatch of pipeline u % pipelines; those of a
     `dead` (pipeline, stage) go in turn to the living workers of that stage. Backwards are split: W fills what
-    would be idle. `limit`: microbatches in flight on each rank; 1F1B's, or twice that if somebody is dead.
+    would be idle. On each rank as many microbatches are in flight as in 1F1B, twice that if somebody is dead.
     Raises ValueError where a stage has no worker left. The peers of a lost worker do 1/(pipelines - 1) more,
     a step takes that less what bubbles absorb. Gandhi et al. 2024 (ReCycle, SlipStream), arXiv:2405.14009,
     section 3. Differs: a list scheduler, theirs is an integer program; all stages update together."""
@@ -43,7 +41,7 @@ def rerouted(
         moved = [u for u in units if (u % pipelines, s) in lost]
         home |= {(s, u): alive.index((u % pipelines, s)) for u in units if u not in moved}
         home |= {(s, u): peers[s][number % len(peers[s])] for number, u in enumerate(moved)}
-    limit = limit or [(stages - s) * (2 if lost else 1) for _, s in alive]
+    limit = [(stages - s) * (2 if lost else 1) for _, s in alive]
     name = f"ReCycle, {pipelines} x {stages}, m={microbatches}" + f", without {sorted(lost)}" * bool(lost)
     return replace(greedy(lambda *at: home[at], stages, len(units), limit=limit), name=name)
 

@@ -20,6 +20,7 @@ redundant computation; any layout for any number of ranks.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,29 +35,24 @@ from minitrain.systems.faults.live import Live
 DEATHS = (RuntimeError, ConnectionError)  # what a collective raises when a member is gone
 
 
-class Changed(RuntimeError):
-    """Somebody has come or gone: everybody regroups."""
-
-
+@dataclass
 class Survivor:
     """`build(ranks)` makes a Run for so many ranks, `batch_of(run, step)` this rank's part of a batch; every
     `copies_every` steps each share is copied to a neighbour (0: never). `restore(run)` loads the newest
     checkpoint into a run and gives its step, or None. All ranks of a launch with `survive` make one,
     newcomers too, and call `train`. ValueError: a step of the run changes more than a vote commits."""
 
-    def __init__(
-        self,
-        team: Team,
-        build: Callable[[int], Any],
-        batch_of: Callable[[Any, int], Any],
-        clip: float | None = None,
-        copies_every: int = 0,
-        restore: Callable[[Any], int | None] = lambda run: None,
-    ):
-        require_ints(copies_every=copies_every)
-        require_positive(clip=1 if clip is None else clip)
-        self.team, self.build, self.batch_of, self.clip, self.restore = team, build, batch_of, clip, restore
-        self.copies = Copies(copies_every) if copies_every else None
+    team: Team
+    build: Callable[[int], Any]
+    batch_of: Callable[[Any, int], Any]
+    clip: float | None = None
+    copies_every: int = 0
+    restore: Callable[[Any], int | None] = lambda run: None
+
+    def __post_init__(self):
+        require_ints(copies_every=self.copies_every)
+        require_positive(clip=1 if self.clip is None else self.clip)
+        self.copies = Copies(self.copies_every) if self.copies_every else None
         self.run, self.state = None, None  # its pieces, as they are when its groups go
         self.done, self.losses = 0, {}
         self.votes, self.entered = -1, None  # passed so far; the number of one under way, and what to do then
@@ -99,7 +95,7 @@ class Survivor:
         word = torch.tensor([loss, float(self.team.changed)], dtype=torch.float64)
         total, changed = collectives.all_reduce(word, collectives.world(), name="vote").tolist()
         if changed:
-            raise Changed("members have come or gone")
+            raise RuntimeError("members have come or gone: everybody regroups")
         self._pass(total)
 
     def _pass(self, total: float) -> None:
@@ -107,7 +103,8 @@ class Survivor:
         commit(total)
 
     def _catch_up(self, said: dict[int, Status]) -> Status:
-        """What the members say who have agreed: how many votes each has passed, and the last one's sum."""
+        """A vote that another member has passed all have entered: pass it, too. `said`: how many votes each
+        member has passed, and the sum of its last one."""
         most, total = max(said.values())
         if self.entered and self.entered[0] == most:
             self._pass(total)
@@ -121,25 +118,22 @@ class Survivor:
 
     def _attach(self, run) -> None:
         """The update of this run comes after a vote; what its collectives bring to other ranks, after it."""
-        forward_backward, step, publish = run.forward_backward, run.sync.step, run.sync.publish
+        forward_backward = run.forward_backward
         counts = run.tp_group is None or run.tp_group.rank() == 0  # its ranks have the same loss
 
         def noted(batch):
             self.loss = forward_backward(batch)
             return self.loss
 
-        def update(total: float) -> None:
-            self.losses[self.done] = total
-            run.sync.publish = lambda frozen=False: None
-            step()
-            run.sync.publish = publish
-            self.done += 1
+        def commit(make) -> None:
+            def update(total: float) -> None:
+                self.losses[self.done] = total
+                make()
+                self.done += 1
 
-        def voted() -> None:
             self._vote(update, self.loss.item() * counts)
-            publish()
 
-        run.forward_backward, run.sync.step, self.run, self.state = noted, voted, run, None
+        run.forward_backward, run.sync.commit, self.run, self.state = noted, commit, run, None
 
     # ---- a run for those who are there
 
@@ -158,12 +152,8 @@ class Survivor:
         if new.late or new.scale or new.strategy.products != "plain" or new.config and new.config.experts:
             more = "biases of experts, scales of a loss or of products, post-validation"
             raise ValueError(f"a vote commits parameters and states of the optimizer, and not {more}")
-        if max(votes) >= 0:
-            done = self._load(new, done)
-        else:
-            newcomers = all(newcomer for _, newcomer in told)
-            done = self._from_disk(new, "all are newcomers" if newcomers else "")
         self.votes = max(votes)
+        done = self._fill(new, done, "all are newcomers" if all(newcomer for _, newcomer in told) else "")
 
         def adopt(total: float) -> None:
             self.redone += max(0, self.done - done)
@@ -175,21 +165,20 @@ class Survivor:
         if self.copies:
             self.copies.keep(self.votes, done, new, first=True)
 
-    def _load(self, new, done: int) -> int:
-        """From what ranks have, of the last step that is whole."""
+    def _fill(self, new, done: int, why: str) -> int:
+        """The step that `new` is at now: the last that is whole on ranks, or a checkpoint's, or if some state
+        has not been lost (`why`) the first."""
         pieces, plain = self.state or ([], {})
         try:
-            if self.copies:
-                done, pieces, plain = self.copies.whole(collectives.world())
-            live = Live(pieces, plain, collectives.world())
-            new.load_pieces(live)
+            if self.votes >= 0:
+                if self.copies:
+                    done, pieces, plain = self.copies.whole(collectives.world())
+                live = Live(pieces, plain, collectives.world())
+                new.load_pieces(live)
+                self.moved_bytes += live.moved_bytes
+                return done
         except ValueError as error:
-            return self._from_disk(new, str(error))
-        self.moved_bytes += live.moved_bytes
-        return done
-
-    def _from_disk(self, new, why: str) -> int:
-        """A checkpoint's step; without one 0, unless some state has been lost: `why`."""
+            why = str(error)
         step = self.restore(new)
         if step is None and why:
             raise Lost(f"no rank has the whole state any more ({why}), and no checkpoint has it")

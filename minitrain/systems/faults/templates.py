@@ -7,12 +7,11 @@ liveput(4, 3, 3)                123/55 of four pipelines survive three preemptio
 
 from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
-from functools import partial
 from math import comb
 
-from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive_ints
 
-MOST_NODES = 1 << 12
+MOST_NODES, MINUTE_S = 1 << 12, 60
 
 
 def templates(nodes: int, least: int, failures: int) -> range:
@@ -59,12 +58,9 @@ def liveput(pipelines: int, stages: int, preempted: int, migrate: bool = True) -
         return Fraction(pipelines * comb((pipelines - 1) * stages, preempted), total)
 
     def ways(left: int) -> int:  # in which every stage keeps so many
-        lost = [1] + [0] * preempted
+        lost, few = [1] + [0] * preempted, range(min(pipelines - left, preempted) + 1)
         for _ in range(stages):
-            few = range(min(pipelines - left, preempted) + 1)
-            lost = [
-                sum(lost[k - i] * comb(pipelines, i) for i in few if i <= k) for k in range(preempted + 1)
-            ]
+            lost = [sum(lost[k - i] * comb(pipelines, i) for i in few if i <= k) for k in range(len(lost))]
         return lost[preempted]
 
     return Fraction(sum(map(ways, range(1, pipelines + 1))), total)
@@ -75,32 +71,29 @@ Rate = Callable[[Layout], float]  # useful work per second
 Change = Callable[[Layout, Layout], float]  # seconds from one to another
 
 
-def work(layouts: Sequence[Layout], rate: Rate, change_s: Change, interval_s: float = 60.0) -> float:
-    """What is trained in a layout for each interval, less change_s(old, new) of one that begins with another
+def work(layouts: Sequence[Layout], rate: Rate, change_s: Change) -> float:
+    """What is trained in a layout for each minute, less change_s(old, new) of one that begins with another
     layout than the last: all of it at most."""
-    require_positive(interval_s=interval_s)
     changes = [0, *(change_s(old, new) if old != new else 0 for old, new in zip(layouts, layouts[1:]))]
-    return sum(rate(new) * max(0, interval_s - lost) for new, lost in zip(layouts, changes) if all(new))
+    return sum(rate(new) * max(0, MINUTE_S - lost) for new, lost in zip(layouts, changes) if all(new))
 
 
 def reactive(nodes: Sequence[int], layouts: Collection[Layout], rate: Rate) -> list[Layout]:
-    """In each interval the fastest layout that fits: pipelines x stages <= nodes."""
+    """In each minute the fastest layout that fits: pipelines x stages <= nodes."""
     return [max(fits, key=lambda one: rate(one) if all(one) else 0) for fits in _fitting(nodes, layouts)]
 
 
 def proactive(
-    nodes: Sequence[int], layouts: Collection[Layout], rate: Rate, change_s: Change, interval_s: float = 60.0
+    nodes: Sequence[int], layouts: Collection[Layout], rate: Rate, change_s: Change
 ) -> list[Layout]:
     """Parcae's plan: the layouts of most `work` over a forecast of `nodes`, by dynamic programming over the
     one in use. It may keep a slower one that still fits after the next preemption, or sit out a short rise.
     Differs: one forecast, taken as certain; theirs is made anew in every interval, and weighs by liveput."""
-    at = partial(work, rate=rate, change_s=change_s, interval_s=interval_s)
-    first, *others = _fitting(nodes, layouts)
-    best = {one: (at([one]), [one]) for one in first}
-    for fits in others:
-        gain = lambda old, new: at([old, new]) - at([old])
+    best: dict = {None: (0, [])}
+    for fits in _fitting(nodes, layouts):
+        gain = lambda path, new: work([*path[-1:], new], rate, change_s) - work(path[-1:], rate, change_s)
         before = best.values()
-        best = {new: max((done + gain(p[-1], new), [*p, new]) for done, p in before) for new in fits}
+        best = {new: max((done + gain(path, new), [*path, new]) for done, path in before) for new in fits}
     return max(best.values())[1]
 
 

@@ -20,13 +20,7 @@ from collections.abc import Iterator
 from math import ceil, erf, exp, gamma, log, sqrt
 from typing import NamedTuple
 
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_ints,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks import checks
 
 
 class Failure(NamedTuple):
@@ -60,16 +54,13 @@ def failing(
     seed: int, machine_mtbf_s: float, machines: int = 1, *, shape: float = 1.0, together: int = 1
 ) -> Iterator[Failure]:
     """Failures without end, in order of time; each takes `together` machines, all but the first by chance."""
-    require_positive_ints(machines=machines)
-    require_ints(seed=seed)
-    require_positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
-    require_positive_ints(machines, together=together)
+    checks.require_positive_ints(machines=machines)
+    checks.require_ints(seed=seed)
+    checks.require_positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
+    checks.require_positive_ints(machines, together=together)
     draw = random.Random(seed)
     scale = machine_mtbf_s / gamma(1 + 1 / shape)
-
-    def lifetime() -> float:
-        return scale * (-log(1 - draw.random())) ** (1 / shape)
-
+    lifetime = lambda: scale * (-log(1 - draw.random())) ** (1 / shape)
     ends = [(lifetime(), machine) for machine in range(machines)]
     heapq.heapify(ends)
     while True:
@@ -85,19 +76,17 @@ def simulate(
     """`work_s` of training with a save after each `interval_s` of it: to Level `memory`, to `disk`, or, with
     both, each `every`-th to both, the others to memory alone. Without a disk, what memory does not survive is
     lost from the start."""
-    require_positive(work_s=work_s, interval_s=interval_s)
-    require_positive_ints(every=every)
-    require_nonnegative(memory=memory or 0, disk=disk or 0)
+    checks.require_positive(work_s=work_s, interval_s=interval_s)
+    checks.require_positive_ints(every=every)
+    checks.require_nonnegative(memory=memory or 0, disk=disk or 0)
     if not (memory or disk) or every > 1 and not (memory and disk):
         raise ValueError(f"every={every}, {memory=}, {disk=}: give a level to save to, two if every > 1")
     survivable = memory is not None
     every = every if disk else 10**18  # never
     memory, disk = memory or disk, disk or memory
     one_s = interval_s + memory.stall_s
-
     # In a job without failures: when so many saves end, and how many count at a time.
-    def ends(saves: int) -> float:
-        return saves * one_s + saves // every * (disk.stall_s - memory.stall_s)
+    ends = lambda saves: saves * one_s + saves // every * (disk.stall_s - memory.stall_s)
 
     def in_memory(at_s: float) -> int:
         periods, rest = divmod(max(0, at_s - memory.lag_s), ends(every))
@@ -170,18 +159,18 @@ LLAMA_3 = {
 
 def at_least_one(chance: float, machines: int) -> float:
     """The chance that any of so many machines fails, if each does by itself with this one."""
-    require_fractions(chance=chance)
-    require_ints(machines=machines)
+    checks.require_fractions(chance=chance)
+    checks.require_ints(machines=machines)
     return 1 - (1 - chance) ** machines
 
 
 def spares(machines: int, machine_mtbf_s: float, repair_s: float, chance: float = 0.999) -> int:
     """The fewest spare machines that stand in for those in repair, at any time with this chance: how many are
     in repair is Poisson's, machines · repair / MTBF on average (M/G/infinity)."""
-    require_positive_ints(machines=machines)
-    require_positive(machine_mtbf_s=machine_mtbf_s)
-    require_nonnegative(repair_s=repair_s)
-    require_fractions(chance=chance)
+    checks.require_positive_ints(machines=machines)
+    checks.require_positive(machine_mtbf_s=machine_mtbf_s)
+    checks.require_nonnegative(repair_s=repair_s)
+    checks.require_fractions(chance=chance)
     if (mean := machines * repair_s / machine_mtbf_s) > 700 or chance == 1:
         raise ValueError(f"{mean:.0f} of {machines} machines in repair, {chance=}; use up to 700, below 1")
     count, covered, term = 0, 0.0, exp(-mean)
@@ -194,7 +183,7 @@ def spares(machines: int, machine_mtbf_s: float, repair_s: float, chance: float 
 def expected_largest(ranks: int) -> float:
     """E[max] of independent normal draws, in standard deviations: how much longer than the mean a step takes,
     which waits for its slowest rank. Less than sqrt(2 ln n): 0.62 of it for 4 ranks, 0.90 for 16,384."""
-    require_positive_ints(ranks=ranks)
+    checks.require_positive_ints(ranks=ranks)
     below = lambda x: (0.5 * (1 + erf(x / sqrt(2)))) ** ranks  # all of them
     grid = [(i + 0.5) / 200 for i in range(2000)]
     return sum(1 - below(x) - below(-x) for x in grid) / 200

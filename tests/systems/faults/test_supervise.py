@@ -1,4 +1,4 @@
-"""Restarts, ours and torchrun's, end with the run that nobody disturbed, to the bit."""
+"""Restarts end with the run that nobody disturbed, to the bit."""
 
 import os
 import signal
@@ -17,19 +17,18 @@ from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import RankError
 from minitrain.systems.faults.supervise import supervise
-from tests.ranks.launch.test_launch_torchrun import torchrun
 
 HYPER = Hyperparameters(steps=8, batch_size=4, length=8, lr=1e-2, warmup=2)
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 20, "Descartes")
 
 
-def train(folder: str, dies_at: tuple[int, ...]) -> list[float]:
+def train(folder: Path, dies_at: tuple[int, ...]) -> list[float]:
     """Goes on from its newest checkpoint; in its n-th life rank 1 dies after step dies_at[n]."""
     config = GPTConfig(d_model=8, num_layers=1, num_heads=2, max_positions=8)
     run = parallelize(config, Strategy(dp=2, zero=1), HYPER.make_optimizer, seed=HYPER.seed)
-    trainer = Trainer(run, TEXT, HYPER, store=Store(Path(folder) / "saved"), save_every=3, report_every=1)
+    trainer = Trainer(run, TEXT, HYPER, store=Store(folder / "saved"), save_every=3, report_every=1)
     trainer.resume()
-    lives, rank = Path(folder) / "lives", collectives.world().rank()
+    lives, rank = folder / "lives", collectives.world().rank()
     life = len(list(lives.iterdir()))
     collectives.barrier(collectives.world())
     for record in trainer.run():
@@ -39,27 +38,12 @@ def train(folder: str, dies_at: tuple[int, ...]) -> list[float]:
     return [record["loss"] for record in trainer.records]
 
 
-@pytest.fixture
-def folders(tmp_path) -> list[str]:
-    for name in ("calm", "restarted", "torchrun"):
+def test_restarts_go_on_from_checkpoints(tmp_path, capfd):
+    for name in ("calm", "restarted"):
         (tmp_path / name / "lives").mkdir(parents=True)
-    return [str(tmp_path / name) for name in ("calm", "restarted", "torchrun")]
-
-
-def test_restarts_go_on_from_checkpoints(folders, capfd):
-    calm, restarted, under_torchrun = folders
-    (want, _) = launch.run(train, calm, (), ranks=2)
-    assert supervise(train, restarted, (2, 5), restarts=2, ranks=2)[0] == want and len(want) == 8
+    (want, _) = launch.run(train, tmp_path / "calm", (), ranks=2)
+    assert supervise(train, tmp_path / "restarted", (2, 5), restarts=2, ranks=2)[0] == want and len(want) == 8
     assert "rank 1 died of SIGKILL" in (said := capfd.readouterr().err) and "restart 2 of 2" in said
-    program = f"""
-        from minitrain import launch
-        from tests.systems.faults.test_supervise import train
-        losses = launch.run(train, {under_torchrun!r}, (4,), ranks=2)
-        if __import__("os").environ["RANK"] == "0":
-            print([loss.hex() for loss in losses[0]])
-        """
-    ((status, out, err),) = torchrun(program, Path(under_torchrun), 1, 2, restarts=1)()
-    assert (status, out.strip()) == (0, str([loss.hex() for loss in want])), err
 
 
 def test_a_job_that_fails_too_often_says_the_last_error():

@@ -80,6 +80,8 @@ def train(layout, kills, copies=0, refill=True, kind=Survivor, folder=None):
             at("vote")
         elif event == "issue" and call.op == "all_reduce" and survivor.run and survivor.run.sync.finished:
             at("clip")
+        elif event == "issue" and call.name == "live":
+            at("live")
         elif event == "wait" and call.name == "vote":
             at("passed")
 
@@ -139,6 +141,17 @@ def test_a_death_at_each_point_and_newcomers(layout):
     assert [o is None for o in out] == [False] + 5 * [True] + 3 * [False]
     assert difference(out) < 1e-12 and out[0][3] == [0, 6, 7, 8]
     assert out[0][2] == 0 or copies and out[0][2] <= 2
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero1"])
+@pytest.mark.parametrize("point, sizes", [("live", [4, 2]), ("vote", [4, 2]), ("passed", [4, 3, 2])])
+def test_a_death_while_the_state_moves(layout, point, sizes):
+    """3 dies in step 2; 1 when pieces move to the layout of three, or in its vote, or behind it before any copy."""
+    out = launched(layout, [(2, 3, "start"), (2, 1, point)], int(layout == "zero1"), False)
+    assert [n for _, n, _ in out[0][1]] == sizes and [done for done, *_ in out[0][1][1:]] == [2] * len(
+        sizes[1:]
+    )
+    assert difference(out) < 1e-12 and out[0][2] == 0
 
 
 def test_without_newcomers_fewer_go_on():
