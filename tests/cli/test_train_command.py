@@ -104,21 +104,22 @@ def test_ranks_that_are_left_go_on(minitrain):
         assert minitrain(*words, *more)[0] == 2
 
 
-def test_torchrun_starts_the_command_again_from_its_checkpoint(minitrain, tmp_path):
-    """Rank 1 is killed in step 3, for which a checkpoint of step 2 is there; losses are those of a calm run, to the bit."""
-    words = ["train", *SMALL, "--steps", 6, "--report-every", 1, "--dp", 2, "--zero", 1]
-    words += ["--text", tmp_path / "text.txt", "--out", "log"]
-    code, _, err = minitrain(*words)
-    assert code == 0, err
-    (job := tmp_path / "job").mkdir()
-    words += ["--checkpoint", "saved", "--every", 2, "--resume", "--chaos", "kill 1 @3 backward"]
-    argv = ["minitrain", *map(str, words)]
+def test_a_command_starts_again_from_its_checkpoint(minitrain, tmp_path):
+    """By itself or by torchrun. Rank 1 is killed in step 3, when step 2 is saved; losses are a calm run's, to the bit."""
+    words = ["train", *SMALL, "--steps", 6, "--report-every", 1, "--dp", 2, "--zero", 1, "--every", 2]
+    words += ["--text", tmp_path / "text.txt"]
+    fault = ["--chaos", "kill 1 @3 backward", "--checkpoint", "saved"]
+    assert minitrain(*words, "--out", "calm")[0] == 0
+    code, out, err = minitrain(*words, *fault, "--out", "ours", "--restarts", 1)
+    assert code == 0 and "resumed at step 2" in out and "rank 1 died of SIGKILL" in err, err
+    argv = ["minitrain", *map(str, words), *fault, "--out", "log", "--resume"]
     program = f"import sys; from minitrain.cli import main; sys.argv = {argv!r}; main.main()"
+    (job := tmp_path / "job").mkdir()
     ((status, out, err),) = torchrun(program, job, 1, 2, restarts=1)()
     assert status == 0 and "resumed at step 2" in out, err
-    logs = ((folder / "log" / "log.jsonl").read_text().splitlines() for folder in (tmp_path, job))
-    calm, hit = ({one["step"]: one["loss"] for one in map(json.loads, log)} for log in logs)
-    assert calm == hit and len(hit) == 6
+    logs = ((tmp_path / of / "log.jsonl").read_text().splitlines() for of in ("calm", "ours", "job/log"))
+    calm, *others = ({one["step"]: one["loss"] for one in map(json.loads, log)} for log in logs)
+    assert others == [calm] * 2 and len(calm) == 6
 
 
 def test_an_interrupted_command_goes_on(tmp_path):
