@@ -21,12 +21,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minitrain.ranks.checks import require_fractions, require_ints, require_one_of, require_positive
+from minitrain.ranks.checks import (
+    require_fractions,
+    require_ints,
+    require_nonnegative,
+    require_one_of,
+    require_positive,
+)
 from minitrain.ranks.checks import require_positive_ints as require_counts
 from minitrain.systems.network.congestion import Reno
 from minitrain.systems.network.packets import US, Flow, Law, Network, Packet, Port
 
 HEADER = 64  # bytes of a packet beside its numbers
+
+
+def _whole(values, dims: int = 2) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != dims or not array.size or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{array.dtype} {list(array.shape)}: give whole numbers of 64 bits in {dims} dimensions"
+        )
+    return array.astype(np.int64)
 
 
 def _packets(values, per_packet: int) -> tuple[list, int]:
@@ -57,7 +72,7 @@ class _Worker:
     def __init__(self, net, number, parts, size, slots, switch, up, timeout_us):
         self.net, self.number, self.parts, self.size, self.slots = net, number, parts, size, slots
         self.switch, self.up, self.timeout_us = switch, up, timeout_us
-        self.answers, self.resent, self.end_ps = {}, -len(parts), None
+        self.answers, self.asked, self.resent, self.end_ps = {}, set(), 0, None
 
     def begin(self) -> None:
         for chunk in range(min(self.slots, len(self.parts))):
@@ -65,7 +80,8 @@ class _Worker:
 
     def send(self, chunk: int) -> None:
         if chunk not in self.answers:
-            self.resent += 1
+            self.resent += chunk in self.asked
+            self.asked.add(chunk)
             Packet(self, chunk, self.size, (self.up,), self.switch, (self.number, self.parts[chunk])).go()
             if self.timeout_us < inf:
                 self.net.at(round(self.timeout_us * US), self.send, chunk)
@@ -110,20 +126,20 @@ class _Slots:
 
 
 def switchml(
-    values, slots: int, *, copies: int = 2, loss: float = 0, per_packet: int = 32, timeout_us: float = 20,
-    late_us: float = 0, gbps: int = 100, delay_us: float = 1, seed: int = 0, until_us: float = 10_000,
+    values, slots: int, *, copies: int = 2, loss: float = 0, per_packet: int = 32, timeout_us: int = 20,
+    late_us: float = 0, gbps: int = 100, delay_us: float = 1, seed: int = 0, until_us: int = 10_000,
 ) -> Reduced:  # fmt: skip
     """Sapio et al. 2021, Scaling distributed machine learning with in-network aggregation, NSDI, section 3:
     integers [n, m] through `slots` sums of `per_packet` numbers; with fewer than a bandwidth-delay product
     has packets, links idle. `loss`: a packet's chance, per link; what has no answer after `timeout_us` is
     sent again. With one copy a sum is gone once told, and who lost it waits for ever. The last worker is
     `late_us` late."""
-    require_counts(10**6, slots=slots, per_packet=per_packet)
+    require_counts(10**6, slots=slots, per_packet=per_packet, timeout_us=timeout_us, until_us=until_us)
     require_one_of((1, 2), copies=copies)
     require_fractions(loss=loss)
-    require_positive(timeout_us=timeout_us, until_us=until_us)
+    require_nonnegative(late_us=late_us)
     net, workers = Network(seed), []
-    parts, size = _packets(np.asarray(values, np.int32), per_packet)
+    parts, size = _packets(_whole(values).astype(np.int32), per_packet)
     drop = (lambda packet: net.random.random() < loss) if loss else None
     ups, downs = ([Port(net, gbps, delay_us, drop=drop) for _ in parts] for _ in "ud")
     switch = _Slots(workers, downs, slots, copies)
@@ -142,7 +158,7 @@ def iswitch(values, *, per_packet: int = 32, late_us: float = 0) -> Reduced:
     game's network, which an FPGA has; an LLM's fit nowhere."""
     require_counts(10**6, per_packet=per_packet)
     return switchml(
-        values, -(-np.shape(values)[1] // per_packet), copies=1, per_packet=per_packet, late_us=late_us
+        values, -(-_whole(values).shape[1] // per_packet), copies=1, per_packet=per_packet, late_us=late_us
     )
 
 
@@ -150,7 +166,10 @@ def quantized(x, scale: float) -> np.ndarray:
     """Integers for a switch. The sum of n, divided by `scale`, errs by n / scale at most, and does not wrap
     while scale < (2^31 - n) / (n max|x|) (SwitchML, appendix)."""
     require_positive(scale=scale)
-    return np.rint(np.asarray(x) * scale).astype(np.int64)
+    scaled = np.rint(np.asarray(x) * scale)
+    if not (np.abs(scaled) < 2**62).all():
+        raise ValueError(f"{scale=}: x * scale has no 62 bits; use finite x, and a scale that fits")
+    return scaled.astype(np.int64)
 
 
 class _NetReduce:
@@ -192,7 +211,7 @@ def netreduce(
     require_counts(10**6, per_packet=per_packet)
     require_ints(remember=remember)
     require_fractions(loss=loss)
-    net, (parts, size) = Network(seed), _packets(np.asarray(values, np.int64), per_packet)
+    net, (parts, size) = Network(seed), _packets(_whole(values), per_packet)
     drop = (lambda packet: net.random.random() < loss) if loss else None
     switch, flows = _NetReduce(len(parts), remember), []
     for part in parts:
@@ -229,15 +248,14 @@ class _Tree:
 
 
 def panama(
-    workers: Sequence[int] = (4, 8), *, plain: int = 0, trees: int = 1, until_us: float = 1500
+    workers: Sequence[int] = (4, 8), *, plain: int = 0, trees: int = 1, until_us: int = 1500
 ) -> tuple[list[float], float]:
     """Gebara, Ghobadi, Costa 2021, In-network aggregation for shared machine learning clusters, MLSys: jobs
     of so many workers, and `plain` flows, into the links of `trees` roots. All workers of a job hear a sum's
     mark, so to others a job is one flow. -> goodputs after a third of the time, jobs first, as shares of a
     link; the time of a flow of 20 KB in the midst of it (us). Differs: Reno, marks above 30 KB."""
-    require_counts(10**4, workers=workers, trees=trees)
+    require_counts(10**4, workers=workers, trees=trees, until_us=until_us)
     require_ints(0, 10**4, plain=plain)
-    require_positive(until_us=until_us)
     net, flows = Network(), []
     roots = [Port(net, mark=(30_000, 30_001, 1)) for _ in range(trees)]
 
@@ -265,7 +283,7 @@ def atp(values, slots: int, *, seed: int = 0) -> tuple[np.ndarray, float]:
     switch added. Differs: all are on their way at once, so no slot is given back."""
     require_counts(slots=slots)
     require_ints(seed=seed)
-    values, chance, pool, inside = np.asarray(values, np.int64), Random(seed), {}, 0
+    values, chance, pool, inside = _whole(values, 3), Random(seed), {}, 0
     jobs, n, m = values.shape
     place = {(job, seq): chance.randrange(slots) for job in range(jobs) for seq in range(m)}
     arrivals, server = list(np.ndindex(values.shape)), np.zeros((jobs, m), np.int64)
@@ -315,7 +333,8 @@ def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 
 def libra(keys, values, hot_keys) -> tuple[np.ndarray, np.ndarray, float]:
     """Pan et al. 2022, Libra, arXiv:2205.05243: updates (key, value) of a sparse model -> sums by key in the
     switch, of `hot_keys` alone; on the server; the share of updates that the switch takes."""
-    keys, hot = np.asarray(keys), np.isin(keys, hot_keys)
+    keys, values, hot = _whole(keys, 1), _whole(values, 1), np.isin(keys, hot_keys)
+    require_ints(0, 1 << 24, least_key=int(keys.min()), most_key=int(keys.max()))
     sums = np.zeros((2, int(keys.max()) + 1), np.int64)
     np.add.at(sums, (1 - hot, keys), values)
     return sums[0], sums[1], float(hot.mean())

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from itertools import repeat
 from math import inf
 
-from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_fractions, require_ints, require_nonnegative, require_positive_ints
 from minitrain.systems.network.packets import US, Flow, Law, Network, Port
 
 
@@ -219,6 +219,7 @@ class FairRate:
 def mltcp_gain(x: float) -> float:
     """Rajasekaran, Narang, Zabreyko, Ghobadi 2024, MLTCP, arXiv:2402.09589: the job that is ahead in its
     iteration gets further ahead, and iterations slide apart."""
+    require_fractions(x=x)
     return 1.75 * x + 0.25
 
 
@@ -255,12 +256,11 @@ def jain(shares) -> float:
 
 def incast(
     law: Callable[[], Law] = Law, senders: int = 10, *, gbps: int = 100, delay_us: float = 1, mtu: int = 1000,
-    size: int = 10**9, apart_us: float = 0, mark=None, watch_us: float = 2, until_us: float = 400,
+    size: int = 10**9, apart_us: float = 0, mark=None, watch_us: int = 2, until_us: int = 400,
 ) -> tuple[Port, list[Flow]]:  # fmt: skip
     """Senders with a port each into one, which is watched: that port and the flows after `until_us`;
     `port.net.run` goes on. Sender i begins i · `apart_us` later."""
-    require_positive_ints(10**5, senders=senders)
-    require_positive(watch_us=watch_us, until_us=until_us)
+    require_positive_ints(10**5, senders=senders, watch_us=watch_us, until_us=until_us)
     require_nonnegative(apart_us=apart_us)
     net = Network()
     port = Port(net, gbps, delay_us, mark=mark)
@@ -272,20 +272,15 @@ def incast(
 
 
 def head_of_line(
-    pause=(100_000, 80_000),
-    *,
-    per_flow: bool = False,
-    buffer_bytes=inf,
-    hosts: int = 4,
-    until_us: float = 400,
+    pause=(100_000, 80_000), *, per_flow: bool = False, buffer_bytes=inf, hosts: int = 4, until_us: int = 400
 ) -> tuple[float, list[Port]]:
     """PFC and its victim. Two flows of half line rate share a link; behind it one goes to a port that `hosts`
     others crowd, the other, the victim, to an empty port. In one class, pausing the link for the first stops
     both; `per_flow`, each has a queue and a pause. -> what the victim got of its rate; ports: shared,
     crowded, empty. A port that n feed queues n · (on + 2 · delay · rate + 2 packets) at most: such a buffer
     loses none."""
-    require_ints(hosts=hosts)
-    require_positive(until_us=until_us)
+    require_ints(0, 1000, hosts=hosts)
+    require_positive_ints(10**5, until_us=until_us)
     net = Network()
     shared, hot, cold = ports = [Port(net, pause=pause, buffer_bytes=buffer_bytes) for _ in range(3)]
     kinds = iter(range(hosts + 2)) if per_flow else repeat(0)

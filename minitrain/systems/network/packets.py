@@ -68,6 +68,8 @@ class Port:
     def __init__(self, net, gbps=100, delay_us=1, *, mark=None, pause=None, buffer_bytes=inf, drop=None):
         require_nonnegative(delay_us=delay_us)
         require_one_of([rate for rate in range(1, 8001) if 8000 % rate == 0], gbps=gbps)  # whole ps a byte
+        for given, names in (mark or (), ("low", "high", "most")), (pause or (), ("on", "off")):
+            require_nonnegative(**dict(zip(names, given, strict=bool(given))))
         self.net, self.gbps, self.byte_ps, self.delay_ps = net, gbps, 8000 // gbps, round(delay_us * US)
         self.mark, self.pause, self.buffer_bytes, self.drop = mark, pause, buffer_bytes, drop
         self.queues: dict = {}  # of each kind that waits; the first one's turn is next
