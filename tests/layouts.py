@@ -79,6 +79,7 @@ RECOMPUTED = (  # words of memory/recompute_policies.py, each result once
     *("drop:act+norm1", "drop:core+norm2", "drop:qkv+out+up+experts", "drop:latents+qkv+core+down"),
     *("full,none", "none,full", "selective,keep:core+act", "drop:act+core,full"),
 )
+COMPRESSED = ("topk:0.2", "randomk:0.3", "cocktail:0.1", "int8", "thc:4", "powersgd:2")
 MODEST_SCALE, LARGE_SCALE = 2.0**20, 2.0**513  # with the second, squares of gradients may overflow float64
 
 
@@ -125,6 +126,8 @@ class Draw:
         """Whether no layout changes more than the last bits. Of a K/V head that ranks of tp share each of them
         casts its own term of the gradient, and not the sum."""
         kind, shared = self.strategy.products, self.config.num_kv_heads % self.strategy.tp > 0
+        if self.strategy.compress != "none":
+            return False
         return not self.strategy.policy.narrow and (kind in PLAIN_GRADS or kind in EXACT and not shared)
 
     @property
@@ -167,7 +170,8 @@ def draw(number: int, seed: int) -> Draw:
     while True:
         try:
             case = reordered(attempt(chance), random.Random(f"order of {seed}/{number}"))
-            return hosted(case, random.Random(f"host of {seed}/{number}"))
+            case = hosted(case, random.Random(f"host of {seed}/{number}"))
+            return compressed(case, random.Random(f"compression of {seed}/{number}"))
         except ValueError:
             pass
 
@@ -186,6 +190,14 @@ def hosted(case: Draw, chance: random.Random) -> Draw:
     if not case.config.tied or s.pp == 1 or s.offloads or s.post_validation or s.policy.scaled:
         return case
     return case if chance.random() < 1 / 3 else replace(case, strategy=replace(s, offload="optimizer"))
+
+
+def compressed(case: Draw, chance: random.Random) -> Draw:
+    """A fifth of those whose gradients can be."""
+    s = case.strategy
+    if chance.random() > 0.2 or s.hybrid or s.policy.scaled or s.dp * s.cp == 1:
+        return case
+    return replace(case, strategy=replace(s, compress=chance.choice(COMPRESSED)))
 
 
 def draw_axes(chance: random.Random) -> dict[str, int]:
@@ -352,6 +364,8 @@ def other_strategy(case: Draw) -> Strategy:
             if case.config.experts:
                 axes["ep"] = chance.choice((1, axes["dp"] * axes["cp"]))
             other = replace(draw_strategy(chance, axes), **kept)
+            if mine.compress != "none" and chance.random() < 0.8:
+                other = replace(other, compress=mine.compress)
             return other.check(case.config, other.ranks)
         except ValueError:
             pass
@@ -551,7 +565,7 @@ def loaded_on_rank(case: Draw, other: Strategy, checkpoint: Checkpoint, state: d
     lost, found = load(run, checkpoint), state_of(run)
     if found.keys() != state.keys():
         return f"{sorted(found.keys() ^ state.keys())[:3]} on one side only"
-    if [what for what in lost if not what.startswith("random")]:
+    if [what for what in lost if not what.startswith(("random", "residuals"))]:
         return f"{lost}"
     wrong = [name for name in state if not torch.equal(bits(found[name].cpu()), bits(state[name]))]
     return f"{wrong[:3]} have other bits" if wrong else ""
@@ -738,6 +752,7 @@ FEATURES = {
     "segments of blocks": lambda s, c: s.recompute[:5] in ("every", "sqrt", "revol"),
     "inputs in parts": lambda s, c: s.recompute_partition,
     "late clipping": lambda s, c: s.post_validation,
+    "compressed sums": lambda s, c: s.compress != "none",
     "microbatches": lambda s, c: s.microbatches > 1,
     "tied": lambda s, c: c.config.tied,
     "frozen": lambda s, c: bool(c.frozen),

@@ -245,12 +245,9 @@ def test_only_torch_private_names_what_torch_does_not_document():
 def test_every_declared_dependency_is_used():
     """By the package, the tests or the benchmarks, or as a tool by its name."""
     tools = {
-        "jupyterlab": "jupyter",
-        "ipykernel": "nbclient",
-        "nbval": "--nbval",
-        "pytest-xdist": "--dist",
+        "jupyterlab": "jupyter", "ipykernel": "nbclient", "nbval": "--nbval", "pytest-xdist": "--dist",
         "ruff": "ruff",
-    }
+    }  # fmt: skip
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [
         *project["dependencies"],

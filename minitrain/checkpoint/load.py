@@ -42,7 +42,7 @@ class Saved:
         self.plain: dict[str, Any] = {}
         for file in self.files:
             for entry in file.entries:
-                if weights and entry.name.startswith(("optimizer/", "random/")):
+                if weights and entry.name.startswith(("optimizer/", "random/", "residual/")):
                     continue
                 self.entries.setdefault(entry.name, []).append(entry)
             for key, value in () if weights else file.plain.items():

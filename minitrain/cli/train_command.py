@@ -222,7 +222,7 @@ def check_checkpoints(settings: Settings, data) -> None:
     if steps and not settings.resume:
         there = f"{settings.folder} has checkpoints up to step {steps[-1]}"
         raise ValueError(f"{there}: add --resume to go on, or use another folder")
-    wanted = identity(settings.config, settings.hyper, strategy.precision, strategy.products)
+    wanted = identity(settings.config, settings.hyper, strategy.precision, strategy)
     for step in reversed(steps):
         with suppress(Damaged):  # the ranks say so, and go on to the one before
             manifest = store.manifest(step)

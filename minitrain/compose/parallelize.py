@@ -46,6 +46,7 @@ from minitrain.ranks.checks import require_device
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import numbers, place
 from minitrain.ranks.torch_private import outside_modes
+from minitrain.systems.data_parallel.compressed import Compression
 from minitrain.systems.data_parallel.scaled import Scaled
 from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from minitrain.systems.pipeline.halves import Halves
@@ -91,7 +92,7 @@ def parallelize(
         mask_by_global_place,  # of dropout, and of documents in packed rows
         place_gradients,  # over whom each gradient is a sum
         share_stages,  # who else holds a tied table, or a stage that stands on two ranks
-        sync_gradients,  # replicated, ZeRO 1 to 3 or hybrid sharding; the optimizer and its precision
+        sync_gradients,  # replicated, ZeRO 1 to 3 or hybrid sharding; the optimizer, precision, compression
         save_memory,  # what the host keeps, narrow copies of weights, what blocks keep for their backward
         clip_late,  # without a common stop of the stages
         run_microbatches,  # gradient accumulation, or a pipeline
@@ -99,7 +100,7 @@ def parallelize(
         pass_(build)
     step = build.module, strategy, build.mesh, build.sync, build.forward_backward, build.loss_fn
     more = build.layout, build.late, build.scale, build.router_losses, build.places, build.seed
-    return Run(*step, build.config, *more)
+    return Run(*step, build.config, *more, build.compression)
 
 
 @dataclass
@@ -129,6 +130,7 @@ class Build:
     runner_hooks: list[RunnerHooks] = field(default_factory=list)
     scale: LossScale | None = None
     late: PostValidation | None = None
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         self.config = self.model if isinstance(self.model, GPTConfig) else None
@@ -381,16 +383,18 @@ def sync_gradients(build: Build) -> None:
         given = build.module, rows, build.make_optimizer
         if policy.scaled:
             build.sync = Scaled(*given, strategy.bucket_bytes, deal=strategy.zero == 1)
-        elif strategy.zero == 3:
-            build.sync = Zero3(*given)
-        else:
-            build.sync = (Replicated, Zero1, Zero2)[strategy.zero](*given, strategy.bucket_bytes)
+        else:  # what is compressed adds up first
+            late = dict(accumulate="keep") if strategy.compress != "none" and strategy.zero in (2, 3) else {}
+            more = (strategy.bucket_bytes,) if strategy.zero < 3 else ()
+            build.sync = (Replicated, Zero1, Zero2, Zero3)[strategy.zero](*given, *more, **late)
     optimizer = build.sync.optimizer
     mixed.keep_states(optimizer, policy)
     shards = [(one.shard, elements_of(one)) for one in build.sync.shards]
     mixed.round_by_place(shards, build.sync.names, numbers, policy, build.seed)
     factor, window = strategy.first_loss_scale, strategy.loss_scale_window
     build.scale = mixed.loss_scale(optimizer, policy, factor, window)
+    if strategy.compress != "none":
+        build.compression = Compression(build.sync, strategy.compress, build.scale)
 
 
 def save_memory(build: Build) -> None:

@@ -6,8 +6,8 @@
     run.evaluate(batch), run(tokens)            the loss, and the logits of whole rows, on every rank
     run.pieces(), run.load_pieces(saved)        its state for a checkpoint of any layout: pieces named
         parameters/layers.1.attention.q.weight, optimizer/layers.1.attention.q.weight/exp_avg,
-        amax/layers.1.attention.q (of products in few bits), random/rank-3/cpu
-    run.state_dict()                            or whole, by name, on every rank
+        amax/layers.1.attention.q (of products in few bits), random/rank-3/cpu, residual/3/layers.0.tokens
+    run.state_dict()                            or whole, by name, on every rank; residuals begin anew
     run.sample(tokens, n)                       text, a token at a time (cached_run.py)
 
 Every rank calls the same methods in the same order. Sends what the technique sends, 8 bytes a batch for the
@@ -55,6 +55,7 @@ from minitrain.ranks.pieces import Piece, share_out, whole_piece
 from minitrain.ranks.random_state import random_state, set_random_state
 from minitrain.ranks.sharding import placement, whole_shape
 from minitrain.ranks.torch_private import outside_modes
+from minitrain.systems.data_parallel.compressed import Compression
 from minitrain.systems.pipeline.post_validation import PostValidation
 
 Shapes = dict[str, tuple[int, ...]]
@@ -77,6 +78,7 @@ class Run:
     router_losses: RouterLosses | None = None
     places: Places = field(default_factory=Places)
     seed: int = 0  # of what a module of the reader's own draws
+    compression: Compression | None = None  # of gradients
 
     def __post_init__(self):
         self.runner = self.forward_backward if isinstance(self.forward_backward, Runner) else None
@@ -120,6 +122,8 @@ class Run:
             result = self._step(batch, clip)
         self.places.documents = None  # of that batch: whoever calls the model next has other rows
         same_buffers(self)
+        if self.compression:
+            self.compression.settle(result.updated)
         experts, low_bits = self.config and self.config.experts, self.strategy.products != "plain"
         if experts or low_bits:
             self.sync.before_update()  # biases and histories change as well
@@ -269,12 +273,14 @@ class Run:
         states copies."""
         self.settle()
         pieces = [*states.pieces(self.sync, *self.same_params), *self._more_pieces()]
+        pieces += self.compression.pieces(self.same_params) if self.compression else []
         return pieces + ([] if is_fake(pieces[0].values) else self._random_pieces())
 
     def plain_state(self) -> dict[str, Any]:
         self.settle()
         plain = {"numbers": states.numbers_of_states(self.sync)}
         plain |= {"optimizer": self.optimizer_name} if self.sync.optimizer else {}
+        plain |= {"compressed_steps": self.compression.steps} if self.compression else {}
         return plain | ({"loss_scale": self.scale.state_dict()} if self.scale else {})
 
     def load_pieces(self, saved) -> list[str]:
@@ -289,7 +295,9 @@ class Run:
         own = {name: tuple(whole_shape(p)) for p, name in self.sync.names.items() if p.numel()}
         check_names(saved.shapes("parameters"), shapes_of(self.config) if self.config else own)
         self._check_optimizer(saved.plain.get("optimizer"))
-        for piece in (*states.pieces_to_load(self.sync, saved, *self.same_params), *self._more_pieces()):
+        residuals = self.compression.pieces(self.same_params, saved) if self.compression else []
+        more = *self._more_pieces(), *residuals
+        for piece in (*states.pieces_to_load(self.sync, saved, *self.same_params), *more):
             if not begins_anew(piece, saved):
                 saved.check(piece)
 
@@ -315,6 +323,10 @@ class Run:
             else:
                 saved.fill(piece)
         lost = [f"histories of {left} scales, which begin anew"] if left else []
+        if self.compression:
+            lost += self.compression.load(saved, self.same_params)
+        elif saved.shapes("residual"):
+            lost.append("residuals of compressed gradients: this run sends whole ones")
         own, ranks = self._random_pieces(), collectives.world().size()
         before = len({name.split("/")[0] for name in saved.shapes("random")})
         kinds = all(piece.name in saved for piece in own)
@@ -367,6 +379,8 @@ class Run:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.settle()
         self._check_optimizer(state.get("optimizer_name"))
+        if self.compression:
+            self.compression.begin()
         if self.scale and "loss_scale" in state:
             self.scale.load_state_dict(state["loss_scale"])
         if self.config:

@@ -229,19 +229,21 @@ class Trainer:
     def identity(self) -> dict[str, Any]:
         run, model = self.parallel, self.parallel.config or type(self.parallel.model).__name__
         precision = run.strategy.precision if run.config else str(run.dtype).removeprefix("torch.")
-        return identity(model, self.hyper, precision, run.strategy.products)
+        return identity(model, self.hyper, precision, run.strategy)
 
 
-def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, products: str) -> dict[str, Any]:
+def identity(model: GPTConfig | str, hyper: Hyperparameters, precision: str, s: Strategy) -> dict[str, Any]:
     """What makes a run the same run, in plain values (through JSON): a loader trusts no class."""
     model = {"model": model} if isinstance(model, str) else plain_values(model)
-    return json.loads(json.dumps({**model, **asdict(hyper), "precision": precision, "products": products}))
+    numbers = {"precision": precision, "products": s.products, "compress": s.compress}
+    return json.loads(json.dumps({**model, **asdict(hyper), **numbers}))
 
 
 # What may change in a run that goes on: rates and updates to come are those of the new values, and the next
 # batch begins with the first sample that has not been seen. With any other it would be another run, of other
 # samples, masks, states or weights, and nobody would see it.
 MAY_CHANGE = ("steps", "lr", "warmup", "min_lr", "weight_decay", "clip", "batch_size")
+OLDER = {"compress": "none"}  # of checkpoints that do not say so
 
 
 def check_identity(path: Path, manifest: dict, wanted: dict, data: Data) -> list[str]:
@@ -250,7 +252,7 @@ def check_identity(path: Path, manifest: dict, wanted: dict, data: Data) -> list
     if "batch_size" not in position:
         raise ValueError(f"{path} has weights alone, of no run: begin with them, --start {path.parent}")
     for name, now in wanted.items():
-        if (before := was.get(name)) != now:
+        if (before := was.get(name, OLDER.get(name))) != now:
             if name not in MAY_CHANGE:
                 what = f"{path} was made with {name}={before}, this run has {name}={now}"
                 raise ValueError(f"{what}: another run; resume with the same, or write to another folder")

@@ -44,6 +44,10 @@ class GradReducer:
     def _start(self, bucket: GradBucket) -> Handle:
         if self._in_order.under_way and self.eager():
             self._in_order.settle()
+        return self.all_reduce(bucket)
+
+    def all_reduce(self, bucket: GradBucket) -> Handle:
+        """Start to add up everyone's gradients, in place."""
         return all_reduce(bucket.grads, self.group, out=bucket.grads, async_op=True)
 
     def on_step_grads(self, params: Iterable[nn.Parameter]) -> None:

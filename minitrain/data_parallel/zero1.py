@@ -41,6 +41,10 @@ class WholeParameters(Sync):
         self.set_shards(flats)
         self.in_order = InOrder(flats, self._start, self._on_sum)
 
+    def scatter(self, flat: Flat, grads: Tensor, out: Tensor | None = None) -> Handle:
+        """Start to add up everyone's whole gradient; the result is this rank's slice."""
+        return reduce_scatter(grads, flat.groups[0], out=out, async_op=True)
+
     def publish(self, frozen: bool = False) -> None:
         """All-gather the updated parameters."""
         handles = []
@@ -77,7 +81,7 @@ class Zero1(WholeParameters):
         if self.in_order.under_way and self.finalizes_early(self.in_order.under_way[0][0]):
             self.in_order.settle()
         grads = self.grads[flat].grads
-        return reduce_scatter(grads, flat.groups[0], out=flat.local_shard(grads), async_op=True)
+        return self.scatter(flat, grads, flat.local_shard(grads))
 
     _on_sum = Sync.finalize
 

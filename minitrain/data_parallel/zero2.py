@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from minitrain.data_parallel.buckets import Flat
 from minitrain.data_parallel.zero1 import WholeParameters
 from minitrain.ranks.checks import require_one_of
-from minitrain.ranks.collectives import Handle, reduce_scatter
+from minitrain.ranks.collectives import Handle
 
 
 class Zero2(WholeParameters):
@@ -65,7 +65,7 @@ class Zero2(WholeParameters):
         for param in flat.params:
             param.grad = None
         self._is_last = self.enabled and not self.driven  # a pipeline may have more of it
-        return reduce_scatter(grads, flat.groups[0], async_op=True)
+        return self.scatter(flat, grads)
 
     def _on_sum(self, flat: Flat, grad: Tensor) -> None:
         """Add the sum of a bucket to the shard's gradient."""

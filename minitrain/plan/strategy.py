@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import combinations_with_replacement
 
@@ -32,6 +33,10 @@ SIZES = "ep ep_node ep_chunks node nodes microbatches chunks slices inner ulysse
 OFFLOADS = ("optimizer", "parameters", "activations")
 CHOICES = dict(schedule=NAMES, ep_travel=("tokens", "experts", "cheaper"), precision=tuple(POLICIES))
 CHOICES |= dict(products=tuple(PRODUCTS), core=tuple(cores.CORES), layout=tuple(cores.LAYOUTS))
+# How gradients travel (systems/data_parallel/compressed.py): above what the number behind the colon is, and
+# its most.
+COMPRESSORS = dict(none=None, int8=None, topk=(float, 1.0), randomk=(float, 1.0), cocktail=(float, 0.5))
+COMPRESSORS |= dict(thc=(int, 8), powersgd=(int, 1 << 16))
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Strategy:
     loss_scale: float = 0.0  # first factor of the loss, halved on overflow; 0: as the precision has it
     loss_scale_window: int = 2000  # steps without overflow after which the factor doubles
     bucket_bytes: int = 25_000_000  # of gradients that travel together
+    compress: str = "none"  # gradients: topk:0.01, randomk:0.01, cocktail:0.08, int8, thc:4 or powersgd:2
     offload: str = "none"  # what the host keeps: optimizer, parameters, activations, joined by +
     delayed_update: bool = False  # the host updates beside the next step, whose weights are one step old
 
@@ -208,10 +214,13 @@ def conflicts(s: Strategy) -> Iterator[tuple[str, str]]:
     if s.products == "fp8_delayed" and s.first_loss_scale:
         why = "with a scaled loss it remembers gradients of another factor"
         yield "products precision loss_scale", f"{why}; use fp8_tensor, or bfloat16"
-    for name, only in dict(tp=[1], ep=[1], zero=[0, 1], post_validation=[False], loss_scale=[0]).items():
+    alone = dict(tp=[1], ep=[1], zero=[0, 1], post_validation=[False], loss_scale=[0], compress=["none"])
+    for name, only in alone.items():
         if s.policy.scaled and getattr(s, name) not in only:
             why = "a scale is of a whole tensor, and gradients have one of their own"
             yield f"precision {name}", f"{why}; use {name}={' or '.join(map(str, only))}"
+    if s.compress != "none" and s.hybrid:
+        yield "compress zero", "a sum in two levels would be compressed twice; use zero=0 to 3"
     if s.policy.copies and any(policy.drop - {"core", "act"} for policy in policies):
         why = "a result is made again without the copies of its layer"
         yield "recompute precision", f"{why}; use full, keep:.. or drop:core+act"
@@ -263,6 +272,7 @@ def check_alone(s: Strategy) -> None:
     for name, choices in CHOICES.items():
         if (value := getattr(s, name)) not in choices:
             raise ValueError(f"{name}={value!r}; use {', '.join(choices)}")
+    parse_compress(s.compress)
     order = s.order.split("-")
     if sorted(order) != sorted(AXES):
         raise ValueError(f"order={s.order!r}; name {', '.join(AXES)} once each, joined by -, outermost first")
@@ -296,6 +306,20 @@ def check_alone(s: Strategy) -> None:
         schedule = s.build_schedule()
         for rank, program in enumerate(lower(schedule)):
             pause(program, rank, schedule)
+
+
+def parse_compress(text: str) -> tuple[str, float | None]:
+    """("topk", 0.01) of "topk:0.01", ("int8", None) of "int8"."""
+    require_text(compress=text)
+    name, colon, number = text.partition(":")
+    if not colon and COMPRESSORS.get(name, ()) is None:
+        return name, None
+    with suppress(ValueError, TypeError):  # of what is no number
+        kind, most = COMPRESSORS[name] if name in COMPRESSORS else None
+        if 0 < (value := kind(number)) <= most:
+            return name, value
+    usage = "none, topk:0.01, randomk:0.01, cocktail:0.08 (0.5 at most), int8, thc:4 (8 at most), powersgd:2"
+    raise ValueError(f"compress={text!r}; use {usage}")
 
 
 def said(s: Strategy, names, between: str = ", ") -> str:

@@ -27,12 +27,9 @@ BLOCK = 64
 SIZES = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=8)
 CONFIG = GPTConfig(**SIZES, tied=True)
 LAYOUTS = [
-    dict(dp=4, zero=3),
-    dict(dp=4),
-    dict(dp=2, tp=2, zero=1),
-    dict(pp=2, dp=2, microbatches=2),
+    dict(dp=4, zero=3), dict(dp=4), dict(dp=2, tp=2, zero=1), dict(pp=2, dp=2, microbatches=2),
     dict(pp=2, tp=2, schedule="dualpipe", microbatches=4),
-]
+]  # fmt: skip
 ALIKE = [4, 4, 2, 2, 2]  # ranks that have the same, of most; the first cuts everything
 
 

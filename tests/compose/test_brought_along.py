@@ -27,13 +27,10 @@ B, T, V = 4, 8, 29
 CONFIG = small()
 EXACT = dict(precision="float64")
 LAYOUTS = (
-    Strategy(dp=2, zero=3, **EXACT),
-    Strategy(tp=2, **EXACT),
-    Strategy(tp=2, sequence_parallel=True, dp=2, **EXACT),
-    Strategy(pp=2, microbatches=2, **EXACT),
-    Strategy(pp=2, tp=2, microbatches=4, **EXACT),
-    Strategy(cp=2, dp=2, **EXACT),
-)
+    Strategy(dp=2, zero=3, **EXACT), Strategy(tp=2, **EXACT),
+    Strategy(tp=2, sequence_parallel=True, dp=2, **EXACT), Strategy(pp=2, microbatches=2, **EXACT),
+    Strategy(pp=2, tp=2, microbatches=4, **EXACT), Strategy(cp=2, dp=2, **EXACT),
+)  # fmt: skip
 
 
 def sgd(params):

@@ -385,12 +385,9 @@ def test_known_rows_are_within_a_tenth_and_each_term_matters():
 
 
 HELD_OUT = (
-    "Foundry H100 3b 2048 x16",
-    "Foundry A100 70b 2048 x64",
-    "NeMo LLAMA3-405B",
-    "Llama3 405B 16384 cp1",
+    "Foundry H100 3b 2048 x16", "Foundry A100 70b 2048 x64", "NeMo LLAMA3-405B", "Llama3 405B 16384 cp1",
     "DeepSeek-V3",
-)
+)  # fmt: skip
 
 
 def test_rates_are_of_the_generation_and_the_kind_of_software():

@@ -180,12 +180,9 @@ def start(config, strategy, hyper, out=None, text=TEXT, report_every=2, precisio
     """A Trainer on this rank, gone on from the checkpoint in `out` if there is one, and what it said."""
     train_text, held_out = text.split()
     run = parallelize(
-        config,
-        replace(strategy, precision=precision),
-        hyper.make_optimizer,
-        seed=hyper.seed,
+        config, replace(strategy, precision=precision), hyper.make_optimizer, seed=hyper.seed,
         frozen=hyper.frozen,
-    )
+    )  # fmt: skip
     settings = dict(out=out, store=Store(out) if out else None, report_every=report_every)
     here = Trainer(run, train_text, hyper, held_out=held_out, save_every=report_every, **settings)
     return here, here.resume()

@@ -31,15 +31,11 @@ RANKS, TIMEOUT_S = 4, 3.0
 WHO = {"first": (0,), "last": (3,), "several": (1, 2)}
 # How a rank fails, and what the error says of it.
 ENDS = {
-    "raise": "raised ValueError: a fault (faults.py:",
-    "exit": "called sys.exit(3) (faults.py:",
-    "os_exit": "ended the process with status 3",
-    "kill": "died of SIGKILL",
-    "term": "died of SIGTERM",
-    "segfault": "died of SIGSEGV at faults.py:",
-    "unpicklable": "raised Odd: <exception str() failed>",
+    "raise": "raised ValueError: a fault (faults.py:", "exit": "called sys.exit(3) (faults.py:",
+    "os_exit": "ended the process with status 3", "kill": "died of SIGKILL", "term": "died of SIGTERM",
+    "segfault": "died of SIGSEGV at faults.py:", "unpicklable": "raised Odd: <exception str() failed>",
     "long": "raised ValueError: xxx",
-}
+}  # fmt: skip
 STAYS = {"stop": "no answer to signals (stopped?)", "hang": "at faults.py:"}
 MISMATCHES = {
     "shape": "all_reduce(float32[5])",

@@ -51,13 +51,10 @@ def steps(config, strategy, ledger):
 
 def account(ledger):
     return (
-        ledger.events,
-        ledger.memory_trace(),
-        ledger.block_kinds,
-        ledger.timeline(gathered=True),
+        ledger.events, ledger.memory_trace(), ledger.block_kinds, ledger.timeline(gathered=True),
         (ledger.peak_by_kind, ledger.live_by_kind, ledger.host_by_kind, ledger.host_peak_bytes),
         ledger.table(),
-    )
+    )  # fmt: skip
 
 
 def torchs_own(monkeypatch):

@@ -103,12 +103,9 @@ def their_logits(settings, state):
         save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float64,
-            attn_implementation="eager",
+            folder, config=config, dtype=torch.float64, attn_implementation="eager",
             experts_implementation="eager",
-        )
+        )  # fmt: skip
         with torch.no_grad():
             logits = model.eval()(TOKENS).logits
         model.save_pretrained(Path(folder) / "saved")

@@ -52,11 +52,8 @@ def gpt2_state():
     D, V = 32, 61
     shapes = {"wte.weight": (V, D), "wpe.weight": (16, D), "ln_f.weight": (D,), "ln_f.bias": (D,)}
     linears = {
-        "attn.c_attn": (D, 3 * D),
-        "attn.c_proj": (D, D),
-        "mlp.c_fc": (D, 4 * D),
-        "mlp.c_proj": (4 * D, D),
-    }
+        "attn.c_attn": (D, 3 * D), "attn.c_proj": (D, D), "mlp.c_fc": (D, 4 * D), "mlp.c_proj": (4 * D, D),
+    }  # fmt: skip
     for i in range(2):
         for name, (rows, columns) in linears.items():
             shapes |= {f"h.{i}.{name}.weight": (rows, columns), f"h.{i}.{name}.bias": (columns,)}
@@ -237,64 +234,25 @@ STORED_CASES = json.loads(STORED.read_text())
 # What config.json says on the hub, where it is about the model.
 PUBLISHED = {
     "mixtral-8x7b": dict(
-        model_type="mixtral",
-        hidden_act="silu",
-        hidden_size=4096,
-        intermediate_size=14336,
-        max_position_embeddings=32768,
-        num_attention_heads=32,
-        num_experts_per_tok=2,
-        num_hidden_layers=32,
-        num_key_value_heads=8,
-        num_local_experts=8,
-        rms_norm_eps=1e-05,
-        rope_theta=1000000.0,
-        sliding_window=None,
-        tie_word_embeddings=False,
-        vocab_size=32000,
+        model_type="mixtral", hidden_act="silu", hidden_size=4096, intermediate_size=14336,
+        max_position_embeddings=32768, num_attention_heads=32, num_experts_per_tok=2, num_hidden_layers=32,
+        num_key_value_heads=8, num_local_experts=8, rms_norm_eps=1e-05, rope_theta=1000000.0,
+        sliding_window=None, tie_word_embeddings=False, vocab_size=32000,
     ),
     "deepseek-v3": dict(
-        model_type="deepseek_v3",
-        attention_bias=False,
-        first_k_dense_replace=3,
-        hidden_act="silu",
-        hidden_size=7168,
-        intermediate_size=18432,
-        kv_lora_rank=512,
-        max_position_embeddings=163840,
-        moe_intermediate_size=2048,
-        moe_layer_freq=1,
-        n_group=8,
-        n_routed_experts=256,
-        n_shared_experts=1,
-        norm_topk_prob=True,
-        num_attention_heads=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=61,
-        num_key_value_heads=128,
-        q_lora_rank=1536,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        rms_norm_eps=1e-06,
+        model_type="deepseek_v3", attention_bias=False, first_k_dense_replace=3, hidden_act="silu",
+        hidden_size=7168, intermediate_size=18432, kv_lora_rank=512, max_position_embeddings=163840,
+        moe_intermediate_size=2048, moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1,
+        norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8, num_hidden_layers=61,
+        num_key_value_heads=128, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        rms_norm_eps=1e-06, rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid",
+        tie_word_embeddings=False, topk_group=4, topk_method="noaux_tc", v_head_dim=128, vocab_size=129280,
         rope_scaling=dict(
-            beta_fast=32,
-            beta_slow=1,
-            factor=40,
-            mscale=1.0,
-            mscale_all_dim=1.0,
-            original_max_position_embeddings=4096,
-            type="yarn",
+            beta_fast=32, beta_slow=1, factor=40, mscale=1.0, mscale_all_dim=1.0,
+            original_max_position_embeddings=4096, type="yarn",
         ),
-        rope_theta=10000,
-        routed_scaling_factor=2.5,
-        scoring_func="sigmoid",
-        tie_word_embeddings=False,
-        topk_group=4,
-        topk_method="noaux_tc",
-        v_head_dim=128,
-        vocab_size=129280,
     ),
-}
+}  # fmt: skip
 
 
 def case_of(name):
