@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -322,33 +322,34 @@ def train_surviving(settings: Settings) -> None:
     strategy, hyper, team, store = settings.strategy, settings.hyper, launch.team(), settings.store()
     data, held_out = open_data(hyper.length, **settings.data)
     dense = strategy.ranks // strategy.dp  # ranks that have the same rows
+    trainer, faults = None, ExitStack()
 
     def build(ranks: int):
+        nonlocal trainer
         layout = replace(strategy, dp=ranks // dense)
         if ranks % dense:
             layout = Strategy(dp=ranks, zero=strategy.zero, precision=strategy.precision)
         run = parallelize(settings.config, layout, hyper.make_optimizer, seed=hyper.seed, frozen=hyper.frozen)
-        run.trainer = Trainer(run, data, hyper, store=store, held_out=held_out, **settings.trainer)
-        run.chaos = Chaos(Plan.parse(settings.chaos), run, team.member)
-        run.chaos.__enter__()
+        trainer = Trainer(run, data, hyper, store=store, held_out=held_out, **settings.trainer)
+        faults.close()  # those of the run before
+        faults.enter_context(Chaos(Plan.parse(settings.chaos), run, team.member))
         return run
 
     def batch_of(run, step: int):
-        for group, share in zip(run.sync.param_groups, run.trainer.shares):
+        for group, share in zip(run.sync.param_groups, trainer.shares):
             group["lr"] = hyper.lr_at(step) * share
-        return run.batch(run.trainer.rows, step)
+        return run.batch(trainer.rows, step)
 
     def before(step: int) -> None:
-        trainer, losses = survivor.run.trainer, survivor.losses
         trainer.step, say = step, print if trainer.rank == 0 else lambda *_: None
         if step and trainer.due(trainer.report_every):
-            say(f"step {step}/{hyper.steps}, {trainer.ranks} ranks, loss {losses[step - 1]:.3f}")
+            say(f"step {step}/{hyper.steps}, {trainer.ranks} ranks, loss {survivor.losses[step - 1]:.3f}")
         if store and step and trainer.due(trainer.save_every) and step not in trainer.agree(store.steps()):
             trainer.save()
         if step == hyper.steps and data.tokenizer:
             say(f"It writes:\n{trainer.sample(n=settings.sample)}")
 
-    restore = lambda run: run.trainer.step if run.trainer.resume() else None
+    restore = lambda run: trainer.step if trainer.resume() else None
     survivor = Survivor(team, build, batch_of, hyper.clip, int(strategy.zero > 0), restore)
     survivor.train(hyper.steps, before)
 

@@ -61,15 +61,6 @@ def heat_maps(maps: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str, title
     return style.finished(figure, title)
 
 
-def account(outcomes: Mapping[str, tuple]) -> dict[str, dict[str, float]]:
-    """{row: simulate.failures.Outcome} in per cent of the time that passed, for `charts.bars_by_kind`."""
-    names = ("useful", "saving", "lost work", "detecting and restarting")
-    return {
-        row: {name: 100 * s / sum(one[:4]) for name, s in zip(names, one[:4])}
-        for row, one in outcomes.items()
-    }
-
-
 @style.styled
 def commit(title: str = "A death at each point of a step, and what the survivors do") -> Figure:
     """The parts of a step; below them who has entered and who has passed the vote, and what follows."""

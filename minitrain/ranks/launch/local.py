@@ -94,9 +94,8 @@ class Launch:  # the ranks of one `run`
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
-        order = dict(
-            ranks=self.ranks, modules=self.helper.modules(), survive=self.survive, replace_s=self.replace_s
-        )
+        order = dict(ranks=self.ranks, modules=self.helper.modules())
+        order |= dict(survive=self.survive, replace_s=self.replace_s)
         with suppress(OSError):  # if the helper is dead, the events end, and `listen` says so
             self.lifeline.sendall(json.dumps(order).encode() + b"\n")
 
@@ -239,10 +238,8 @@ class Launch:  # the ranks of one `run`
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline and not all("in live" in self.text(rank, "stack") for rank in busy):
             time.sleep(0.02)
-        dumps, where = (
-            {rank: self.text(rank, "stack") for rank in busy},
-            dict.fromkeys(self.there(), RETURNED),
-        )
+        dumps = {rank: self.text(rank, "stack") for rank in busy}
+        where = dict.fromkeys(self.there(), RETURNED)
         where |= {rank: report.stuck(dump, self.calls(rank), self.cells) for rank, dump in dumps.items()}
         return report.hang(timeout_s, where, dumps, self.cells)
 

@@ -75,13 +75,8 @@ def run(
         raise ValueError(f"run was called inside a rank; a rank cannot start ranks: {cure}")
     if not callable(fn):
         raise ValueError(f"fn={fn!r} is not a function; write run(fn) with the function, not run(fn())")
-    times = dict(
-        timeout_s=timeout_s,
-        start_timeout_s=start_timeout_s,
-        grace_s=grace_s,
-        replace_s=replace_s,
-        hung_s=hung_s,
-    )
+    times = dict(timeout_s=timeout_s, start_timeout_s=start_timeout_s, grace_s=grace_s)
+    times |= dict(replace_s=replace_s, hung_s=hung_s)
     require_positive_ints(ranks=ranks)
     require_positive(**{name: seconds for name, seconds in times.items() if seconds not in (None, math.inf)})
     if survive and (grace_s or in_a_job()) or not survive and (replace_s or hung_s):

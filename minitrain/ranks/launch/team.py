@@ -183,9 +183,7 @@ def connect(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
 def team() -> Team:
     """This rank as a member of its launch; ValueError outside one with `survive=True`."""
     if PROCESS.team is None:
-        raise ValueError(
-            "there is no team here: call this inside launch.run(fn, ranks=4, survive=True), in fn"
-        )
+        raise ValueError("there is no team here: call this in fn of launch.run(fn, ranks=4, survive=True)")
     return PROCESS.team
 
 

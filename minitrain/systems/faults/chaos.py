@@ -27,7 +27,7 @@ import time
 from collections import Counter, namedtuple
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import count
 
 import numpy as np
@@ -224,10 +224,9 @@ class Chaos(Disk):
                     ch.numbers[None] = count(call.seq)  # the next one has its number
                     return lambda: None
                 if kind == "swap":
-                    begun: list[Callable] = []
-                    begin = lambda: begun or begun.append(start())
+                    begin = cache(start)  # now or when the next one has begun, whichever comes first
                     self.deferred[ch] = call, begin
-                    return lambda: (begin(), begun[0]())
+                    return lambda: begin()()
                 if kind == "flip" and call.op != "send":
                     ends.append(partial(flip, x, *map(int, more[1:])))
                 elif kind == "flip":

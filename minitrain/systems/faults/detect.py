@@ -15,13 +15,13 @@ Gershon et al. 2024, Vela, arXiv:2407.05467; Wu et al. 2023, TRANSOM, arXiv:2310
 recorder. Differs: probes, where C4 reads times of the job's own messages; one clock, as on one machine.
 """
 
+import os
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.process import PROCESS
 
 BEAT_S, BEATS = 0.05, 10
-QUEUE = "/proc/self/task/{}/schedstat"  # of Linux and a thread: on a core, in the run queue (ns), turns
+QUEUE = "/proc/thread-self/schedstat"  # of Linux: on a core, in the run queue (ns), turns
 
 
 class Heartbeat(ExitStack):
@@ -80,15 +80,18 @@ class LocalTime(ExitStack):
     """`with LocalTime() as clock`: `clock.lap()` is this rank's own time since the last one, in seconds."""
 
     def __enter__(self) -> "LocalTime":
-        self.queue = Path(QUEUE.format(threading.get_native_id()))
+        self.queue = self.enter_context(open(QUEUE)) if os.path.exists(QUEUE) else None
         self.inner, self.waited, self.last = PROCESS.begin, 0.0, self.now()
         self.callback(setattr, PROCESS, "begin", self.inner)
         PROCESS.begin = self._begin
         return self
 
     def now(self) -> float:
-        queued = self.queue.read_text().split()[1] if self.queue.exists() else 0
-        return time.perf_counter() - int(queued) / 1e9
+        queued = lambda: int(os.pread(self.queue.fileno(), 64, 0).split()[1]) if self.queue else 0
+        before, now = queued(), time.perf_counter()
+        while (after := queued()) != before:  # it has waited between the two
+            before, now = after, time.perf_counter()
+        return now - before / 1e9
 
     def lap(self) -> float:
         now = self.now()
@@ -188,11 +191,8 @@ def self_check(group: ProcessGroup, numel: int = 1024) -> list[tuple]:
 # ---- logs -----------------------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
-    rank: int
-    seq: int  # of the call in its group
-    said: tuple | None  # operation, shape, site, name; None: it has made no such call
-    others: tuple
+# `said`: operation, shape, site, name; None: it has made no such call. `seq`: of the call in its group
+Difference = namedtuple("Difference", "rank seq said others")
 
 
 def first_difference(logs: Mapping[int, Sequence]) -> Difference | None:

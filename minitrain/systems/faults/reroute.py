@@ -9,10 +9,10 @@ then stands on several ranks, as in Chimera, and the Runner plays the schedule; 
 is made again on the copies (module redundancy).
 """
 
+from collections import namedtuple
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from minitrain.pipeline.schedule import F, Schedule
 from minitrain.pipeline.schedules.greedy import Amount, greedy
@@ -90,12 +90,8 @@ def failover(stages: int, microbatches: int, dead: int) -> Schedule:
     return replace(schedule, name=f"Bamboo, p={stages}, m={microbatches}, without {dead}")
 
 
-class Streamed(NamedTuple):
-    finished: list[float]  # when each microbatch left the last stage, s
-    done: list[list[int]]  # microbatches of each peer of each stage
-    again: int  # times that a peer vanished with one
-
-
+# When each microbatch left the last stage (s), how many each peer did, how often one vanished with a unit
+Streamed = namedtuple("Streamed", "finished done again")
 Speeds = Sequence[Sequence[float]]  # of each peer of each stage, microbatches/s
 
 
