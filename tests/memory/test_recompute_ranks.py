@@ -324,3 +324,25 @@ def test_a_dry_run_is_the_real_run():
         return found
 
     assert launch.run(accounts, ranks=2)[1] == dryrun.run(accounts, rank=1, ranks=2)
+
+
+def sums_of_a_block(word: str, early_stop: bool) -> tuple:
+    """All-reduces of a block over tp, and gradients; the embedding's and the loss's are there without a block."""
+    found = []
+    for layers in (1, 2):
+        run = parallelize(small(num_layers=layers, tied=False), Strategy(tp=2, precision="float64"))
+        recompute_in(run.model, Strategy(recompute=word), None, run.places, early_stop=early_stop)
+        with Ledger() as ledger:
+            run.forward_backward(run.batch(rows_of_problem(Problem(), 0), 0))
+        found.append(ledger.num_calls("all_reduce", "tp"))
+    run.sync.finish()
+    return found[1] - found[0], states.full_grads(run.sync)
+
+
+def test_oases():
+    """Sums of a block over tp: four without recomputation, six if all of it runs again, five if it stops before
+    its last product; where what runs again ends before the sum, whose result is kept, four."""
+    cases = ("none", True), ("full", False), ("full", True), ("keep:out", True)
+    for (plain, grads), *others in launch.run(lambda: [sums_of_a_block(*case) for case in cases], ranks=2):
+        assert [plain, *(number for number, _ in others)] == [4, 6, 5, 4]
+        assert all(torch.equal(grads[name], again[name]) for _, again in others for name in grads)
