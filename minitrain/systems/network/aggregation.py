@@ -38,9 +38,7 @@ HEADER = 64  # bytes of a packet beside its numbers
 def _whole(values, dims: int = 2) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != dims or not array.size or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"{array.dtype} {list(array.shape)}: give whole numbers of 64 bits in {dims} dimensions"
-        )
+        raise ValueError(f"{array.dtype} {list(array.shape)}: give whole numbers, in {dims} dimensions")
     return array.astype(np.int64)
 
 
@@ -60,10 +58,11 @@ class Reduced(NamedTuple):
 
 def _reduced(answers, ends, resent, sums, size, gbps) -> Reduced:
     end_us = max(inf if end is None else end / US for end in ends)
-    results = [
-        None if end_us == inf else np.concatenate([got[seq] for seq in sorted(got)]) for got in answers
-    ]
-    return Reduced(results, end_us, resent, sums, len(answers[0]) * size * 8e-3 / gbps / end_us)
+    whole = (
+        (lambda got: np.concatenate([got[seq] for seq in sorted(got)])) if end_us < inf else lambda got: None
+    )
+    goodput = len(answers[0]) * size * 8e-3 / gbps / end_us
+    return Reduced([whole(got) for got in answers], end_us, resent, sums, goodput)
 
 
 class _Worker:
@@ -129,11 +128,10 @@ def switchml(
     values, slots: int, *, copies: int = 2, loss: float = 0, per_packet: int = 32, timeout_us: int = 20,
     late_us: float = 0, gbps: int = 100, delay_us: float = 1, seed: int = 0, until_us: int = 10_000,
 ) -> Reduced:  # fmt: skip
-    """Sapio et al. 2021, Scaling distributed machine learning with in-network aggregation, NSDI, section 3:
-    integers [n, m] through `slots` sums of `per_packet` numbers; with fewer than a bandwidth-delay product
-    has packets, links idle. `loss`: a packet's chance, per link; what has no answer after `timeout_us` is
-    sent again. With one copy a sum is gone once told, and who lost it waits for ever. The last worker is
-    `late_us` late."""
+    """Sapio et al. 2021, Scaling distributed machine learning with in-network aggregation, NSDI: integers [n,
+    m] through `slots` sums of `per_packet` numbers; with fewer than a bandwidth-delay product has packets,
+    links idle. `loss`: a packet's chance, per link; what has no answer after `timeout_us` is sent again. With
+    one copy a sum is gone once told, and who lost it waits for ever. The last worker is `late_us` late."""
     require_counts(10**6, slots=slots, per_packet=per_packet, timeout_us=timeout_us, until_us=until_us)
     require_one_of((1, 2), copies=copies)
     require_fractions(loss=loss)
@@ -157,9 +155,8 @@ def iswitch(values, *, per_packet: int = 32, late_us: float = 0) -> Reduced:
     packets at once, a sum for each. One late worker, and `sums` are the whole gradient: megabytes for a
     game's network, which an FPGA has; an LLM's fit nowhere."""
     require_counts(10**6, per_packet=per_packet)
-    return switchml(
-        values, -(-_whole(values).shape[1] // per_packet), copies=1, per_packet=per_packet, late_us=late_us
-    )
+    packets = -(-_whole(values).shape[1] // per_packet)
+    return switchml(values, packets, copies=1, per_packet=per_packet, late_us=late_us)
 
 
 def quantized(x, scale: float) -> np.ndarray:
@@ -196,7 +193,7 @@ class _NetReduce:
 
 class _Receiver(Flow):
     def receive(self, packet: Packet) -> None:
-        self.__dict__.setdefault("answers", {})[packet.seq] = packet.data
+        self.answers[packet.seq] = packet.data
         super().receive(packet)
 
 
@@ -219,15 +216,16 @@ def netreduce(
         path = [ends[0], switch, ends[1]] if inside else [ends[0], Port(net), switch, Port(net), ends[1]]
         law = Law(window=64 * size)
         flows.append(_Receiver(net, path, size * len(part), law, mtu=size, data=part.__getitem__))
-    net.run()
+        flows[-1].answers = {}
+    net.run(10_000)
     lost = sum(port.lost for flow in flows for port in (flow.path(0)[0], flow.path(0)[-1]))
-    sums = min(remember, len(parts[0]))
-    return _reduced([flow.answers for flow in flows], [flow.end_ps for flow in flows], lost, sums, size, 100)
+    answers, ends = [flow.answers for flow in flows], [flow.end_ps for flow in flows]
+    return _reduced(answers, ends, lost, min(remember, len(parts[0])), size, 100)
 
 
 class _Tree:
-    """PANAMA's: the last of n packets of one number goes on for all to the root, where all are
-    acknowledged."""
+    """PANAMA's: the last of n packets of one number goes on for all to the root; all are acknowledged
+    there."""
 
     delay_ps = byte_ps = 0
 
@@ -307,18 +305,19 @@ def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 
     require_counts(30, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits)
     require_ints(0, 29 - min(mantissa_bits, 29), guard=guard)
     top, unit, sign_at = (1 << exponent_bits) - 1, 1 << mantissa_bits, exponent_bits + mantissa_bits
-    require_ints(0, 2 << sign_at, patterns=patterns)
-    if len(patterns) > (most := 1 << 30 - mantissa_bits - guard):
-        raise ValueError(f"{len(patterns)} numbers: a register of 32 bits may overflow; use {most} or fewer")
+    require_ints(0, (2 << sign_at) - 1, patterns=patterns)
+    most, finite = (
+        1 << 30 - mantissa_bits - guard,
+        all(bits >> mantissa_bits & top < top for bits in patterns),
+    )
+    if len(patterns) > most or not finite:
+        raise ValueError(f"{len(patterns)} numbers, {finite=}: 32 bits hold the sum of {most} finite ones")
     exponent = total = 0
     for bits in patterns:
         power, fraction = bits >> mantissa_bits & top, bits & unit - 1
         number = (fraction + unit if power else fraction) << guard
-        high = max(power, exponent, 1)
-        total = (total >> high - exponent) + (
-            (-number if bits >> sign_at else number) >> high - max(power, 1)
-        )
-        exponent = high
+        number, high = -number if bits >> sign_at else number, max(power, exponent, 1)
+        total, exponent = (total >> high - exponent) + (number >> high - max(power, 1)), high
     sign, total = (1 << sign_at if total < 0 else 0), abs(total)
     while total >> guard >= 2 * unit:
         total, exponent = total >> 1, exponent + 1

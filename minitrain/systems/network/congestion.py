@@ -120,10 +120,8 @@ class Hpcc(Law):
         if self.last:
             self.measure(ack.stamps)
             scale = self.u >= self.eta or self.stage >= self.stages
-            self.window = (
-                self.reference * (self.eta / self.u if scale else 1) + self.bdp * (1 - self.eta) / self.share
-            )
-            self.window = min(self.window, self.bdp)
+            wanted = self.reference * self.eta / self.u if scale else self.reference
+            self.window = min(wanted + self.bdp * (1 - self.eta) / self.share, self.bdp)
             if ack.seq >= self.update_at:  # the first that left after the last time
                 self.reference, self.update_at = self.window, self.flow.seq
                 self.stage = 0 if scale else self.stage + 1
@@ -276,9 +274,9 @@ def head_of_line(
 ) -> tuple[float, list[Port]]:
     """PFC and its victim. Two flows of half line rate share a link; behind it one goes to a port that `hosts`
     others crowd, the other, the victim, to an empty port. In one class, pausing the link for the first stops
-    both; `per_flow`, each has a queue and a pause. -> what the victim got of its rate; ports: shared,
-    crowded, empty. A port that n feed queues n · (on + 2 · delay · rate + 2 packets) at most: such a buffer
-    loses none."""
+    both; `per_flow`, each has a queue and a pause. -> the victim's share of its rate; ports: shared, crowded,
+    empty. A port that n feed queues at most n · (on + 2 · delay · rate + 2 packets), and needs that
+    buffer."""
     require_ints(0, 1000, hosts=hosts)
     require_positive_ints(10**5, until_us=until_us)
     net = Network()

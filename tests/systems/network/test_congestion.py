@@ -52,9 +52,8 @@ def test_dcqcn():
     assert law.alpha == pytest.approx(255 / 256 * alpha + 1 / 256)
     net.run(60 + 55 * 14 + 1)
     assert law.stage == 7 and law.target == pytest.approx(expected + 2 * 0.04), "additive from the sixth on"
-    port, flows = cc.incast(
-        cc.Dcqcn, 2, gbps=40, delay_us=2, mtu=2000, mark=(40_000, 200_000, 0.2), apart_us=2000, until_us=8000
-    )
+    scene = dict(gbps=40, delay_us=2, mtu=2000, mark=(40_000, 200_000, 0.2), apart_us=2000)
+    port, flows = cc.incast(cc.Dcqcn, 2, until_us=8000, **scene)
     got = arrived(port, flows, 15_000)
     assert abs(got[0] / sum(got) - 0.5) < 0.01 and cc.jain(got) > 0.999
     assert sum(got) / (7000 * US / port.byte_ps) > 0.94
@@ -161,10 +160,10 @@ def test_rocc():
     net = Network()
     port = Port(net, 40)
     control = cc.FairRate(port)
-    steps, rate, before = (100_000, 120_000, 60_000, 300_001, 0, 0), 40.0, 0
-    for number, queued in enumerate(steps):
+    rate, before = 40.0, 0
+    for number, queued in enumerate((100_000, 120_000, 60_000, 300_001, 0, 0), 1):
         port.queued = queued
-        net.run(40 * (number + 1))
+        net.run(40 * number)
         level = max(level for level in (1, 2, 4, 8, 16, 32) if level == 1 or rate < 40 / level)
         change = 0.01 * (0.3 * (queued - 75_000) + 1.5 * (queued - before)) / 600 / level
         rate, before = min(max(rate / 2 if queued > 300_000 else rate - change, 0.1), 40), queued
@@ -192,8 +191,8 @@ def test_mltcp():
     hear(law)
     assert law.packets == 10 + (1.75 * 0.75 + 0.25) / 10 and law.window == law.packets * 1000
     net.now = 50 * US
-    for said in ({"marked": True}, {"marked": True}):
-        hear(law, **said)
+    for _ in range(2):
+        hear(law, marked=True)
         assert law.packets == pytest.approx((10 + 0.15625) / 2), "once an RTT"
     net.now += 50 * US
     for _ in range(3):

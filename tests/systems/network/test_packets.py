@@ -13,17 +13,23 @@ def test_times_by_hand():
     last = Port(net, 40, 3)
     flows = [Flow(net, (Port(net, gbps, 1), last), 2500, Law()) for gbps in (100, 10)]
     net.run()
-    sizes, free, ends = (1000, 1000, 500), Fraction(0), {}
-    arrivals = sorted(
-        (sum(sizes[: at + 1]) * Fraction(8, gbps) + 1000, gbps, size)
-        for gbps in (100, 10)
-        for at, size in enumerate(sizes)
-    )
-    for at_ns, gbps, size in arrivals:
+    free, ends, sizes = Fraction(0), {}, ((1000, 1000), (2000, 1000), (2500, 500))
+    for at_ns, gbps, size in sorted(
+        (sent * Fraction(8, r) + 1000, r, n) for r in (100, 10) for sent, n in sizes
+    ):
         free = max(free, at_ns) + Fraction(size * 8, 40)
         ends[gbps] = free + 3000 + 1000 + 3000  # and the ack
     assert [Fraction(flow.end_ps, 1000) for flow in flows] == [ends[100], ends[10]]
-    assert last.sent == 5000 and last.queued == 0 and flows[0].law.flow is flows[0]
+    assert last.sent == 5000 and last.queued == 0
+    port = Port(net)
+    twins = [Flow(net, (port,), 10_000, kind=kind, start_us=100) for kind in "ab"]
+    net.run()
+    assert twins[1].end_ps - twins[0].end_ps == 80_000, "kinds take turns, who asks first is first"
+    net = Network()
+    flow = Flow(net, (Port(net),), 500, Law(rate=1))
+    net.at(0, flow.send, 500)
+    net.run()
+    assert flow.end_ps == 500 * 8000 + 500 * 80 + 2 * US, "paced by the first one's size"
 
 
 def test_windows_bound_what_is_out_and_nothing_is_sent_through_a_window_of_nothing():
@@ -75,6 +81,9 @@ def test_pfc():
     bound = 5 * (100_000 + 2 * 12_500 + 2 * 1000)
     share, (shared, hot, cold) = head_of_line(buffer_bytes=bound)
     assert shared.lost == hot.lost == cold.lost == 0 < shared.pauses and hot.most_queued <= bound
+    assert shared.pauses < 400 / (2 * 2 + 20_000 / 2500), (
+        "on and off are 20 KB apart, which leave at a fifth of the line"
+    )
     assert abs(share - 100 / 5 / 50) < 0.02, (
         "five feed the port; behind the first of two, equal packets of the other"
     )
@@ -90,21 +99,17 @@ def test_pfc():
 
 def test_packet_spraying():
     """In turn over unequal paths: loads equal to the packet, and the order of arrival sorted by hand."""
-    net = Network()
-    uplinks = [Port(net, delay_us=1 + 0.3 * number) for number in range(4)]
-    flow = Flow(net, spray(Port(net), uplinks, Port(net)), 1000 * 1000)
-    net.run()
-    assert {port.sent for port in uplinks} == {250_000}
-    order = sorted(range(1000), key=lambda seq: (80 * (seq + 1) + 300 * (seq % 4), seq))
-    expected, aside, late, most = 0, set(), 0, 0
-    for seq in order:
-        late += seq != expected
-        aside.add(seq)
-        while expected in aside:
-            aside.remove(expected)
-            expected += 1
-        most = max(most, len(aside))
-    assert (flow.out_of_order, flow.most_early) == (late, most) and late > 700 and most == 6
+    for delays_ns, fewest, peak in (((1000, 1320, 1640, 1960), 700, 6), ((1100, 1000), 400, 1)):
+        net = Network()
+        uplinks = [Port(net, delay_us=delay / 1000) for delay in delays_ns]
+        flow = Flow(net, spray(Port(net), uplinks, Port(net)), 1000 * 1000)
+        net.run()
+        assert {port.sent for port in uplinks} == {1_000_000 // len(delays_ns)}
+        order = sorted(range(1000), key=lambda seq: (80 * (seq + 1) + delays_ns[seq % len(delays_ns)], seq))
+        came = [min(set(range(1001)) - set(order[:at])) for at in range(1001)]  # the first that is missing
+        late = sum(seq != missing for seq, missing in zip(order, came))
+        most = max(at - missing for at, missing in enumerate(came))
+        assert (flow.out_of_order, flow.most_early) == (late, most) and late > fewest and most == peak
     net = Network(1)
     uplinks = [Port(net) for _ in range(8)]
     flows = [Flow(net, spray(Port(net), uplinks, Port(net), net.random), 500_000) for _ in range(8)]
