@@ -64,8 +64,9 @@ def _ahead(place: tuple[int, ...], axis: int, dims: Sequence[int]) -> tuple[int,
     return (*place[:axis], (place[axis] + 1) % dims[axis], *place[axis + 1 :])
 
 
-def torus(*dims: int, rate: Number = 1) -> Graph:
-    """A ring along every axis; of two nodes it is one cable."""
+def torus(x: int, y: int = 1, z: int = 1, rate: Number = 1) -> Graph:
+    """A ring along every axis of more than one node; of two it is one cable."""
+    dims = [size for size in (x, y, z) if size != 1] or [1]
     hosts = _places(*dims)
     has_cable = lambda at, size: size > 2 or (size == 2 and at == 0)
     steps = [(host, axis) for host in hosts for axis, size in enumerate(dims) if has_cable(host[axis], size)]
@@ -216,6 +217,7 @@ def circuits(healthy: Sequence[int], shape: tuple[int, int, int]) -> list[tuple[
     """TPU v4: (cube, next cube, axis), the faces that optical switches join for a job of `shape` cubes. Which
     cubes they are does not matter: a broken one is left out, and any other takes its place."""
     places = _places(*shape)
+    require_ints(healthy=list(healthy))
     if len(shape) != 3 or len(set(healthy)) < len(places):
         raise ValueError(
             f"shape {shape} takes {len(places)} cubes, in three dimensions; given {len(healthy)}"
