@@ -10,7 +10,8 @@ parameters, dropout), a strategy of 1 to 8 ranks and two steps (uneven batches, 
 rank's rows masked altogether, clipping, an optimizer with weight decay by group). One process trains it with
 torch's optimizer and clipping and nothing of minitrain's but the model and the places of its dropout.
 Compared are every loss, each gradient and each parameter after two steps, to 1e-12 (in bfloat16 and float16
-the losses to 2 %, and the ranks' weights bit by bit, as of products whose scales are a microbatch's), and of every rank's account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. After the two steps a text is written from a cache of keys and values, each of its logits as without, and the run is saved, each element by one rank, and loaded by another strategy for the same model (`other_strategy`), whose whole state must have the same bits. A new technique
+the losses to 2 %, and the ranks' weights bit by bit, as of products whose scales are a microbatch's, and of
+compressed sums), and of every rank's account FLOPs, bytes by operation and axis, and the peak by kind of the first step, exactly. After the two steps a text is written from a cache of keys and values, each of its logits as without, and the run is saved, each element by one rank, and loaded by another strategy for the same model (`other_strategy`), whose whole state must have the same bits. A new technique
 adds its column here: a field to draw, a word in FEATURES.
 """
 
