@@ -14,6 +14,7 @@ from minitrain.plan.simulate.machines import machine
 from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.simulate import links
 from minitrain.systems.simulate.replay import replay
 from minitrain.tensor_parallel import linear, overlap, ring_overlap, sequence
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
@@ -315,3 +316,22 @@ def test_the_ring_never_holds_the_whole():
     assert row == 3  # one sum leaving, one arriving, the term at work
     assert backward == 1 + 3  # the own slice of X; three of dX, then dX and two of X
     assert gathered >= 8 and gathered_backward >= 16 and scattered >= 8
+
+
+def test_wang_decompose():
+    """n-1 permutes among n partial products are the gather and the product, in the same bytes; exposed is what a
+    hop takes longer than the product beside it."""
+
+    def rank():
+        return [passes(*way, True, bias=False) for way in (BY_SLICE, (sequence.column, sequence.row))]
+
+    for ours, theirs in launch.run(rank, ranks=4):
+        assert furthest(ours[0], theirs[0]) < TOLERANCE and ours[1] == theirs[1]
+    for n, hop, product in ((4, 3, 5), (4, 5, 3), (8, 2, 2)):
+        tasks = [
+            links.Task(f"hop {i}", "link", hop, after=(f"hop {i - 1}",) if i > 1 else ()) for i in range(1, n)
+        ]
+        tasks += [
+            links.Task(f"mm {i}", "device", product, after=(f"hop {i}",) if i else ()) for i in range(n)
+        ]
+        assert links.play(tasks).end_s - n * product == (n - 1) * max(0, hop - product)

@@ -6,6 +6,9 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        schedule_search    the shortest schedule there is; a pattern that repeats (Tessel)
        expert_placement   which ranks hold which experts: FasterMoE, Prophet, FlexMoE, SmartMoE, Lina
        expert_overlap     hiding their all-to-alls: PipeMoE, ScheMoE, Lina, MPipeMoE, DeepSeek-V3
+       communication_order   what is sent when: Poseidon, P3, TicTac, ByteScheduler, PACE, DeAR, CoCoNet
+       communication_search  tuners and placements: ByteScheduler, Syndicate, Centauri, P^2
+       shared_wires       traffic that meets: PCIe trees, saves beside sums, CASSINI
        rematerialize      what to keep and what to compute again: Yuan, Lynx, Checkmate, revolve
        memory_layout      the order that needs least memory (ROAM); where every tensor lies
        offload            what goes to the host or disks: Elixir, Fuyou, ZeRO-Infinity, STRONGHOLD, Mobius
