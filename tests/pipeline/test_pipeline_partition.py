@@ -122,21 +122,6 @@ def test_pipedream_planner(seed, bandwidth):
     assert plan.time == min(everything.values()) == everything[cut, replicas]
 
 
-def test_of_equally_fast_partitions_the_fewest_stages():
-    several = 0
-    for seed in range(20):
-        draw = random.Random(seed)
-        lists = numbers(draw, 6, 1, 3), numbers(draw, 6, 0, 3), numbers(draw, 6, 0, 3)
-        everything = {plan: slowest(*plan, *lists, 2) for plan in every_replication(6, 4)}
-        fewest = [len(cut) for (cut, _), time in everything.items() if time == min(everything.values())]
-        assert len(pipedream(lists[0], 4, *lists[1:], 2).stages) == min(fewest)
-        several += max(fewest) > min(fewest)
-    assert several >= 3
-    # 3/2 is also (0), (1), (2) on 2, 1 and 2 workers, which the search meets first
-    plan = pipedream([2, 1, 3], 5, weights=[3, 2, 3], activations=[0, 0, 0], bandwidth=4)
-    assert plan == (Fraction(3, 2), ((range(2), 2), (range(2, 3), 3)))
-
-
 def all_reduced_bytes():
     group = collectives.world()
     with Ledger() as ledger:

@@ -27,7 +27,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.pipeline.post_validation import PostValidation
 from tests.parallel import TOLERANCE, Problem, one_process, pipeline_difference, small, train_pipeline
-from tests.pipeline.lists import peaks, refuse, split
+from tests.pipeline.lists import peaks, split
 from tests.pipeline.test_pipeline_runtime import account
 
 PROBLEM = Problem(
@@ -43,10 +43,6 @@ def reference():
 
 def waiting(schedule: Schedule, costs: Costs = Costs()):
     return bubble(simulate(schedule, costs))
-
-
-def folded(p: int) -> list[int]:
-    return [min(stage, 2 * p - 1 - stage) for stage in range(2 * p)]
 
 
 # ---- ZB-H1 and ZB-H2 -------------------------------------------------------------------------------------
@@ -157,18 +153,6 @@ def test_greedy_keeps_its_limits_and_never_gets_stuck():
                 greedy(place, len(place), m, limit=[place.count(r) - (r == rank) for r in range(p)])
 
 
-def test_greedy_finds_known_schedules():
-    for p, m in [(2, 4), (4, 8), (8, 16)]:
-        whole = greedy(range(p), p, m, Costs(F=1, B=1), limit=[p - r for r in range(p)], split=False)
-        assert whole.ranks == one_f_one_b(p, m).ranks  # the early backward, from priorities and memory alone
-        assert simulate(greedy(folded(p), 2 * p, m, limit=2 * p)).makespan < 6 * m + 6 * (p - 1)
-    both = greedy(lambda stage, i: stage if i % 2 else 3 - stage, 4, 4, Costs(F=1, B=1), split=False)
-    # Chimera's, p = m = 4
-    assert both.stages_of(0) == [0, 3] and simulate(both, Costs(F=1, B=1)).bubble == Fraction(1, 5)
-    found = [simulate(greedy([0, 1, 1, 0], 4, 6, limit=limit)).makespan for limit in (2, 4)]
-    assert found[0] > found[1]
-
-
 def test_what_is_urgent():
     """Backwards, forwards, gradients of weights; older microbatches; of one what is nearer to its end."""
     wanted = [I(0, 0), B(0, 1), I(1, 1), F(2, 0), F(1, 0), F(0, 1), W(0, 0), W(1, 0)]
@@ -187,19 +171,6 @@ def test_every_list_is_valid_and_holds_what_its_module_says():
                 assert len(lower(schedule)) == p
     for large in (zb_interleaved(16, 64, 2), zb_h2(16, 64), v_half(16, 64)):
         assert check(large) is large
-
-
-def test_bad_sizes():
-    refuse(
-        {
-            "m=6 microbatches are not a multiple of p=4 ranks; use 8": lambda: zb_interleaved(4, 6, 2),
-            "2 ranks for stages=4; name a rank for each stage": lambda: greedy([0, 1], 4, 3),
-            "ranks [0, 2]; they count from 0, each has a stage": lambda: greedy([0, 2], 2, 3),
-            "a microbatch has 2 stages there": lambda: greedy([0, 1, 1, 0], 4, 3, limit=1),
-            "limit=(1, 9): rank 0 may hold 1 activations": lambda: greedy([1, 0, 0], 3, 2, limit=(1, 9)),
-            "limit=(9, 1): rank 1 may hold 1 activations": lambda: greedy([1, 0, 1], 3, 2, limit=(9, 1)),
-        }
-    )
 
 
 # ---- real ranks ------------------------------------------------------------------------------------------

@@ -121,20 +121,6 @@ tp groups: [0 1 2] [3 4 5]"""
     )
 
 
-def large():
-    mesh = Mesh(dp=1024, pp=16, tp=8)
-    group = mesh.group("dp", "tp")
-    tp, pp = mesh.members("tp"), mesh.members("pp")
-    return mesh.coordinates, group.size(), group.rank(), mesh.group("tp").rank(), tp, pp[:2]
-
-
-def test_a_rank_of_131072():
-    rank = 131_072 - 3
-    assert dryrun.run(large, rank=rank, ranks=131_072) == (
-        {"dp": 1023, "pp": 15, "tp": 5}, 8192, 8189, 5, list(range(rank - 5, rank + 3)), [130_949, 130_957],
-    )  # fmt: skip
-
-
 WRONG = [
     (lambda: Mesh(dp=4, tp=4), "is 16 ranks, but the job has 6; choose sizes whose product is 6"),
     (lambda: Mesh(), "Mesh has no axes; name at least one, such as Mesh(dp=6)"),

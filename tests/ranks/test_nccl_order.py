@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -247,32 +246,3 @@ def test_nearly_all_hang_without(without, words):
     few = [step_of(schedule, **{without: False}) for schedule in schedules()[::9]]
     assert sum(bool(play(issued, lazy=True)) for issued in few) > 0.8 * len(few)
     assert words in play(step_of(one_f_one_b(2, 2), **{without: False}), lazy=True)
-
-
-def test_a_batch_and_a_message_alone_do_not_meet():
-    """And where they would, on one queue, an order that crosses hangs, and a batch that crosses does not."""
-    message = lambda kind, peer: Post(kind, "g", (0, 1), ((kind, peer),))
-    both = lambda peer: Post("both", "g", (0, 1), (("send", peer), ("receive", peer)))
-    crossing = lambda peer: [message("send", peer), message("receive", peer), Wait("receive")]
-    alone = {0: crossing(1), 1: crossing(0)}
-    assert "rank 0 waits for receive behind send, [('send', 1)] on g" in play(alone, lazy=True)
-    assert not play({rank: [both(1 - rank), Wait("both")] for rank in (0, 1)}, lazy=True)
-    mixed = {0: [both(1), Wait("both")], 1: alone[1]}
-    assert play(mixed, lazy=True) and not play(mixed, lazy=False)
-    turned = {0: alone[0], 1: [alone[1][1], alone[1][0], Wait("send")]}
-    assert not play(turned, lazy=True)
-    assert "which nobody has issued" in play({0: [Wait("x")]}, lazy=True)
-
-
-@pytest.mark.parametrize("p", range(2, 9))
-def test_every_schedule_by_name_ends_in_all_sizes(p):
-    """As they are shipped: lazy, a group for each direction, links opened."""
-    played = 0
-    for name, m in product(NAMES, range(1, 17)):
-        try:
-            schedule = named(name, p, m, chunks=1 + (name in CHUNKED), slices=1 + (name in SLICED))
-        except ValueError:
-            continue  # not for these sizes
-        assert not play(step_of(schedule), lazy=True), schedule.name
-        played += 1
-    assert played >= 16 * 7

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minitrain import collectives, launch
 from minitrain.ranks.pieces import Piece, overlap, part_of, pieces_of, rectangles, share_out, whole_piece
-from minitrain.ranks.sharding import Placement, Shard, full_tensor, local_shard, place, region_of, shard
+from minitrain.ranks.sharding import Placement, Shard, local_shard
 
 
 class Group:
@@ -45,13 +44,6 @@ def test_a_flat_range_is_a_few_rectangles_in_its_order(shape, data):
     assert sum((elements(start, part, shape) for start, part in found), []) == list(range(first, last))
     assert len(found) <= max(1, 2 * len(shape) - 1)
     assert all(math.prod(part) for _, part in found)
-
-
-def test_as_many_rectangles_as_the_docstring_says():
-    assert len(rectangles((4, 6), 4, 20)) == 3 == 2 * 2 - 1
-    assert len(rectangles((3, 4, 5), 3, 57)) == 5 == 2 * 3 - 1
-    assert rectangles((4, 6), 16, 18) == [((2, 4), (1, 2))]
-    assert rectangles((), 0, 1) == [((), ())] and not rectangles((0, 4), 0, 0)
 
 
 def whole_and_cuts(data) -> tuple[torch.Tensor, list[tuple[int, int]]]:
@@ -91,15 +83,6 @@ def test_cuts_and_flat_ranges_on_top_of_them_cover_every_element_once(data):
                 part_of(whole_piece("", times), piece.start, piece.shape).add_(1)
                 part_of(whole_piece("", found), piece.start, piece.shape).copy_(piece.values)
     assert torch.all(times == 1) and torch.equal(found, whole)
-
-
-def test_two_padded_cuts_along_one_dim():
-    """10 rows over 4: 3 each; 3 over 2: 2 each, of which the last is padding and the next rank's row."""
-    whole = torch.arange(10.0)
-    part = cut_by(whole, [(0, 4), (0, 2)], (1, 1))
-    assert region_of(part) == ([5], [6]) and part.tolist() == [5.0, 0.0]
-    (piece,) = pieces_of("W", part, part, 0, 2)
-    assert piece.start == (5,) and piece.values.tolist() == [5.0]
 
 
 def test_a_piece_is_a_view():
@@ -171,21 +154,3 @@ def test_the_number_of_a_replica_is_that_of_its_rank_in_the_groups():
     piece = whole_piece("W", torch.zeros(3), (Group(1, 2), Group(2, 3)))
     assert (piece.replica, piece.replicas) == (5, 6) and replace(piece, holders=()).replicas == 1
     assert isinstance(piece, Piece) and piece.start == (0,) and whole_piece("n", torch.zeros(())).start == ()
-
-
-def on_ranks():
-    group = collectives.world()
-    whole = torch.arange(70.0).view(10, 7)
-    once = shard(whole, 0, group, pad=True)
-    twice = place(once.clone(), shards=once.placement.shards)
-    found = [(p.start, p.values.tolist()) for p in pieces_of("W", once.view(-1), once, 0, once.numel())]
-    return found, torch.equal(full_tensor(twice), whole)
-
-
-def test_where_sharding_cuts():
-    """With real groups: the same rows as `shard` gives, none of its zeros."""
-    found = launch.run(on_ranks, ranks=4)
-    rows = torch.arange(70.0).view(10, 7)
-    for rank, (mine, again) in enumerate(found):
-        first, last = 3 * rank, min(3 * rank + 3, 10)
-        assert again and mine == [((first, 0), rows[first:last].tolist())]

@@ -21,7 +21,6 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.context.dynamic_sequence import next_cut
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
-from minitrain.systems.plan.sharding_choices import Choice, ShardingPlan, Traffic, cheapest
 from minitrain.systems.tensor_parallel.optimus import norm_forward
 from minitrain.tensor_parallel import sequence, vocabulary
 from tests.parallel import small
@@ -153,15 +152,6 @@ def units_in_another_order():
 
 def test_the_order_of_units_is_learnt_and_what_was_gathered_for_nothing_is_waited_for():
     assert dryrun.run(units_in_another_order, ranks=2) == [4, 0, "Issue", "Wait"]
-
-
-def test_of_equally_fast_plans_the_smallest_and_of_those_the_coarsest_whatever_the_order():
-    plans = [
-        ShardingPlan(Choice(*cut), memory, Traffic(1.0, 1.0), 2.0)
-        for cut, memory in (((1, 2, 4), 8.0), ((1, 1, 4), 8.0), ((1, 1, 1), 9.0))
-    ]
-    for candidates in (plans, plans[::-1]):
-        assert cheapest(9.0, candidates).choice == Choice(1, 1, 4)
 
 
 # ---- tokens and matrices ---------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def dtypes_and_sizes():
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_any_dim_any_layout(ranks):
     launch.run(other_dims, ranks=ranks)
 
@@ -214,7 +214,7 @@ def sums(dtype):
     return blocking.cpu()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
 def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
     results = launch.run(sums, torch.float32, ranks=ranks)
@@ -301,7 +301,7 @@ def maxima():
     return results, scalar.item()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_the_maximum_of_each_element(ranks):
     everyone = launch.run(maxima, ranks=ranks)
     for i, dtype in enumerate(MAX_DTYPES):
@@ -424,7 +424,7 @@ def progress_without_waiting():
     return first is second and first.eq(group.size()).all().item()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4])
 def test_an_asynchronous_call_makes_progress_by_itself(ranks):
     assert launch.run(progress_without_waiting, ranks=ranks) == [True] * ranks
 
@@ -456,7 +456,7 @@ def messages():
     return collectives.rotate(x, group, shift=-2).tolist()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3])
 def test_messages_arrive_in_order_whatever_is_waited_for_first(ranks):
     for checked in (False, True):
         turned = [[(rank + 2) % ranks] * 3 for rank in range(ranks)]

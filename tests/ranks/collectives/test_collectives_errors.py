@@ -292,19 +292,6 @@ def test_a_sender_may_be_far_ahead():
     assert launch.run(rank, ranks=2, checked=True)[1] == list(range(67))
 
 
-def test_calls_of_groups_of_the_same_members_keep_apart():
-    def rank():
-        group = collectives.world()
-        other = dist.new_group([0, 1])
-        handles = [
-            collectives.all_reduce(torch.full((1,), float(i)), of, async_op=True)
-            for i, of in enumerate((group, other, group, other))
-        ]
-        return [handle.wait().item() for handle in handles[:: 1 if group.rank() else -1]]
-
-    assert launch.run(rank, ranks=2, checked=True) == [[6.0, 4.0, 2.0, 0.0], [0.0, 2.0, 4.0, 6.0]]
-
-
 def one_error_in_each_lane():
     def fail():
         raise RuntimeError("lost")

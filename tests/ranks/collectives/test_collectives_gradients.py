@@ -70,30 +70,7 @@ def adjoint_error(pair):
     return abs(inner(out, y, kind_y) - inner(x, x.grad, kind_x))
 
 
-def gradient_error(pair, step=1e-6, directions=3):
-    """Largest difference between <gradient, d> and the central difference of loss = <weights, sin(f(x))>
-    along d.
-
-    The d are random; where ranks own different x, they move one rank at a time."""
-    f, kind_x, sharded, kind_y = pair
-    group = dist.group.WORLD
-    x = values(kind_x, shape_of_x(sharded), seed=3).requires_grad_()
-    weights = values(kind_y, f(x.detach(), group).shape, seed=4)
-
-    def loss(x):
-        return inner(torch.sin(f(x, group)), weights, kind_y)
-
-    torch.sum(torch.sin(f(x, group)) * weights).backward()
-    worst = 0.0
-    for owner in range(group.size() if kind_x == "own" else 1):
-        for seed in range(directions):
-            d = values(kind_x, x.shape, seed=10 + seed) * (kind_x == "same" or owner == group.rank())
-            slope = (loss(x.detach() + step * d) - loss(x.detach() - step * d)) / (2 * step)
-            worst = max(worst, abs(slope - inner(x.grad, d, kind_x)))
-    return worst
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_backward_is_the_adjoint_of_forward(ranks):
     pairs = {name: pair for name, pair in PAIRS.items() if ranks > 1 or pair[0] is not swap_uneven}
     measure = lambda: {name: adjoint_error(pair) for name, pair in pairs.items()}
@@ -101,21 +78,10 @@ def test_backward_is_the_adjoint_of_forward(ranks):
         assert max(errors.values()) < 1e-12, errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_equal_finite_differences(ranks):
-    measure = lambda: {name: gradient_error(pair) for name, pair in PAIRS.items()}
-    for errors in launch.run(measure, ranks=ranks):
-        assert max(errors.values()) < 1e-7, errors
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_plausible_mistakes_are_no_adjoints(ranks):
-    """The control: both measures see each of them."""
-    measure = lambda: {name: (adjoint_error(pair), gradient_error(pair)) for name, pair in WRONG.items()}
-    measured = launch.run(measure, ranks=ranks)
-    for name in WRONG:
-        assert max(errors[name][0] for errors in measured) > 1e-3, name
-        assert max(errors[name][1] for errors in measured) > 1e-3, name
+def test_plausible_mistakes_are_no_adjoints():
+    """The control: the measure sees each of them."""
+    measured = launch.run(lambda: {name: adjoint_error(pair) for name, pair in WRONG.items()}, ranks=4)
+    assert all(max(errors[name] for errors in measured) > 1e-3 for name in WRONG)
 
 
 def who_calls():

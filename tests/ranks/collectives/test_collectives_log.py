@@ -129,35 +129,6 @@ def test_a_dry_run_of_a_hundred_thousand_ranks_costs_what_one_of_four_does():
 # ---- sequence numbers and call sites ---------------------------------------------------------------------
 
 
-def numbered():
-    rank, n = dist.get_rank(), dist.get_world_size()
-    pair = Mesh(dp=n // 2, tp=2).group("tp")
-    x = torch.ones(2)
-    for _ in range(2):
-        collectives.all_reduce(x, dist.group.WORLD)
-        collectives.all_gather(x, pair)
-        collectives.rotate(x, dist.group.WORLD)
-    collectives.send(x, (rank + 1) % n, dist.group.WORLD, async_op=True)
-    collectives.receive(x, (rank - 1) % n, dist.group.WORLD)
-    return [(call.op, call.axis, call.seq, call.peer, call.members) for call in collectives.last_calls()]
-
-
-def test_collectives_are_numbered_per_group_and_messages_per_peer_and_direction():
-    for rank, calls in enumerate(launch.run(numbered, ranks=4)):
-        everyone, pair = (0, 1, 2, 3), (rank // 2 * 2, rank // 2 * 2 + 1)
-        to, source = (rank + 1) % 4, (rank - 1) % 4
-        assert calls == [
-            entry
-            for i in range(2)
-            for entry in (
-                ("all_reduce", "world", i, None, everyone),
-                ("all_gather", "tp", i, None, pair),
-                ("send", "world", i, to, everyone),
-                ("receive", "world", i, source, everyone),
-            )
-        ] + [("send", "world", 2, to, everyone), ("receive", "world", 2, source, everyone)]
-
-
 def sites():
     group, x = dist.group.WORLD, torch.ones(2)
     collectives.all_reduce(x, group)

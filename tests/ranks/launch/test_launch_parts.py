@@ -9,7 +9,6 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 from types import SimpleNamespace
 
 import psutil
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from minitrain import launch
-from minitrain.course import loopback
 from minitrain.ranks.launch import local, pickled, ranks, report, start
 
 LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "frames": [], "traceback": ""}
@@ -125,11 +123,6 @@ def test_a_person_is_told_where_tensors_are(gpus, said, monkeypatch):
     assert launch.where().startswith(said)
 
 
-def test_one_machine_without_gpus_asks_nobody(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert not ranks.each_has_a_gpu(torch.device("cpu"), None, 7, 8)
-
-
 class Away(torch.Tensor):
     """A tensor of a GPU, as far as a laptop can have one."""
 
@@ -223,23 +216,6 @@ def test_a_job_in_which_others_do_not_come_to_an_end_is_ended(error, patience_s,
     assert isinstance(ended[0], launch.LaunchTimeout) == (error is None)
 
 
-@pytest.mark.parametrize("network, runs", [("private", 1), ("shared", 5)])
-def test_of_a_shared_network_the_least_of_some_runs_is_told(network, runs, monkeypatch, capsys):
-    counts, brought_up, asked = iter([9, 7, 8, 6, 9, 5, 5, 5, 5, 5]), [], []
-    monkeypatch.setattr(loopback, "bring_up_loopback", lambda: brought_up.append(1))
-
-    def run(fn, *args, **given):
-        asked.append((fn, args, given))
-        return [next(counts), 0, 0]
-
-    monkeypatch.setattr(launch, "run", run)
-    call = loopback.base64.b64encode(pickled.call(int, ())).decode()
-    loopback.main(network, "3", call, call)
-    assert capsys.readouterr().out.split() == (["9", "7"] if network == "private" else ["6", "5"])
-    assert len(asked) == 2 * runs and len(brought_up) == (network == "private")
-    assert asked[0] == (loopback.between_readings, (int,), dict(ranks=3, checked=False, echo=False))
-
-
 # ---- the caller ------------------------------------------------------------------------------------------
 
 
@@ -331,25 +307,6 @@ def test_a_long_text_keeps_its_first_and_its_last_part():
 
 
 @pytest.mark.parametrize(
-    "record, said",
-    [
-        (MINE | {"message": ""}, "raised ValueError (a.py:1, b.py:2)"),
-        (
-            MINE | {"type": "SystemExit", "message": "3"},
-            "called sys.exit(3) (a.py:1, b.py:2); return from fn instead",
-        ),
-        (
-            LOST,
-            "raised RuntimeError: Connection closed by peer (a.py:1, b.py:2); another process of the group is gone",
-        ),
-        (MINE | {"type": None, "message": "died"}, "died"),
-    ],
-)
-def test_what_happened_in_words(record, said):
-    assert report.sentence(record, ["a.py:1", "b.py:2"]) == said
-
-
-@pytest.mark.parametrize(
     "text", ["Connection refused", "Connection reset by peer", "Connection closed by peer"]
 )
 def test_a_crash_is_named_before_all_connections_that_it_cost(text):
@@ -362,16 +319,6 @@ def test_a_crash_is_named_before_all_connections_that_it_cost(text):
     records = {rank: {**other, "message": f"text {rank}"} for rank in range(5)} | {5: crashed}
     error = report.failure(records, {})  # six different errors, of which three are told
     assert str(error).startswith("rank 5 was killed") and str(error).endswith("; and 3 more")
-
-
-def test_equal_errors_are_one_sentence_with_all_their_places():
-    at = lambda rank: {"frames": [[f"file{rank % 2}.py", 3, "f"]], "traceback": f"of rank {rank}"}
-    error = report.failure({rank: MINE | at(rank) for rank in (5, 2, 3)}, {}, {2: " \n", 5: "not told"})
-    assert str(error) == "ranks 2, 3, 5 raised ValueError: bad batch (file0.py:3, file1.py:3)"
-    assert error.ranks == (2, 3, 5) and error.traceback == "Rank 2: of rank 2"
-    assert error._render_traceback_() == [f"RankError: {error}", "\nRank 2: of rank 2"]
-    # what was lost is no cause
-    assert str(report.failure({1: LOST, 2: MINE}, {})) == "rank 2 raised ValueError: bad batch"
 
 
 @pytest.mark.parametrize("text, members", [("1-3", [1, 2, 3]), ("0,2,5", [0, 2, 5]), ("7", [7])])
@@ -396,26 +343,6 @@ def test_stacks_of_a_hang_that_are_equal_are_told_once():
     assert error.ranks == (0, 1, 2)
 
 
-def test_of_all_threads_the_one_that_runs_fn_is_told():
-    frames = lambda name, own: f'  File "{name}.py", line 5 in f\n' + own
-    fn = f'  File "{report.PACKAGE}ranks/launch/ranks.py", line 9 in live\n  File "forks.py", line 1 in start\n'
-    dump = f"Thread 0x1 (most recent call first):\n{frames('other', '')}\nCurrent thread 0x2:\n{frames('mine', fn)}"
-    assert report.stack_frames(dump) == [("mine.py", 5, "f")] and report.stack_frames("") == []
-    assert report.stack_text("", {}) == ""
-
-
-def test_times_are_limited_and_what_is_callable_is_a_function(monkeypatch):
-    monkeypatch.setattr(local, "run_local", lambda call, ranks, *rest: (pickle.loads(call), rest))
-    call, rest = launch.run(dict, [(1, 2)], timeout_s=float("inf"), start_timeout_s=7, echo=False, grace_s=3)
-    assert call == (dict, ([(1, 2)],)) and rest == (
-        *(start.LONGEST_S, 7, True, False, 3),
-        *(False, None, None),  # no survivors, nobody instead of the dead, no death for those who hang
-    )
-    monkeypatch.setenv("MINITRAIN_INSIDE", "1")
-    with pytest.raises(ValueError, match="^run was called inside a rank"):
-        launch.run(dict)
-
-
 @pytest.mark.parametrize(
     "used, at",  # seconds of processor time after each second; when 5 s are up
     [
@@ -436,26 +363,3 @@ def test_time_is_up_for_what_stands_still_or_computes_for_long(used, at, monkeyp
         now[0], spent[1] = 100.0 + second + 0.01, 3 + more
         found = found or (second if clock.ended(spent) else None)
     assert found == at
-
-
-def test_processor_time_is_of_all_threads():
-    before = local.processor_s(os.getpid())
-    thread = threading.Thread(target=lambda: sum(range(10**7)))
-    thread.start()
-    thread.join()
-    assert local.processor_s(os.getpid()) > before > 0 and local.processor_s(2**30) == 0
-
-
-def test_modules_of_one_file_travel_by_value_and_parts_of_packages_by_name(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "single_file.py").write_text("def f(): return 1")
-    (tmp_path / "a_package").mkdir()
-    (tmp_path / "a_package" / "__init__.py").write_text("")
-    (tmp_path / "a_package" / "part.py").write_text("def f(): return 1")
-    import a_package.part
-    import single_file
-
-    monkeypatch.setitem(sys.modules, "another_name", single_file)
-    found = pickled.single_files()
-    assert single_file in found and found.count(single_file) == 1
-    assert not {a_package, a_package.part, json, torch, sys.modules["__main__"]} & {*found}

@@ -212,17 +212,6 @@ def test_of_equal_costs_fewer_operands_change_and_no_slice_becomes_a_term():
     assert other.chosen["s"][0].letter == "a" and other.specs["s"] == (S(0),)
 
 
-def test_where_a_result_is_wanted_counts_too():
-    """Of small operands and a large result: its terms would be added, so the operands change instead."""
-    graph = Graph({"u": (8, 2), "v": (2, 8)}, (Op("y", "product", "bd,df->bf", ("u", "v")),))
-    terms, rows = (
-        choose(graph, {"x": 2}, {"u": (S(1),), "v": (S(0),), **more}) for more in ({}, {"y": (S(0),)})
-    )
-    assert terms.specs["y"] == (P,) and not terms.collectives()
-    assert rows.collectives() == {("all_to_all", "x"): 1, ("all_gather", "x"): 1}
-    assert on_ranks(rows)[0] < 1e-12
-
-
 def test_what_an_operator_made_is_there_beside_what_is_kept():
     """h is made by rows and kept by columns; relu asks for rows, and nothing travels back."""
     graph = Graph(MLP.inputs, MLP.ops[:2])

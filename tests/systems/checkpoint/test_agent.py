@@ -142,17 +142,6 @@ def test_the_memory_of_an_agent_that_was_killed_is_given_back(tmp_path):
     trainer.close()
 
 
-def test_an_agent_ends_with_its_folder(agent, tmp_path):
-    put(Store(agent.memory), 1)
-    trainer = Connection(agent.memory)
-    shutil.rmtree(agent.memory)
-    assert agent.process.wait(60) == 0
-    trainer.persist(1)
-    with pytest.raises(ValueError, match="the agent is gone"):
-        trainer.wait()
-    trainer.close()
-
-
 LAUNCHER = """
     import sys
     from pathlib import Path

@@ -7,7 +7,7 @@ import torch
 
 from minitrain import launch
 from minitrain.checkpoint.load import Saved
-from minitrain.checkpoint.saver import SAVE_POLICIES, Saver
+from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store
 from minitrain.ranks.pieces import Piece, part_of, whole_piece
 from minitrain.systems.checkpoint.increments import Increments, Restored, decoded, encoded, full_is_cheaper
@@ -186,38 +186,6 @@ def test_rows_touched_before_the_full_checkpoint_or_never_are_not_saved():
     kept, plain = increments.pieces([piece], since=3)
     assert kept == [] and len(plain["tables"]) == 1  # nothing new: what is full counts
     assert increments.pieces([piece], since=None) == ([piece], {"tables": {}})
-
-
-def missing(folder):
-    """A checkpoint in few bits lacks a table that the reader has."""
-    increments = Increments({"t": 4}, bits=8)
-    kept, plain = increments.pieces([whole_piece("parameters/t", torch.rand(4, 2))], since=None)
-    with Saver(Store(folder), policy=SAVE_POLICIES["sync"]) as saver:
-        saver.save(1, kept, plain, {})
-    restored = Restored(opened(folder, 1))
-    assert restored.states_of("t") == {}
-    restored.fill(Piece("parameters/t", (4, 2), (0, 0), torch.zeros(4, 2)))
-    restored.finish()
-    assert restored.shapes("parameters") == {"t": (4, 2)} and "parameters/t" in restored
-    assert "parameters/u" not in restored
-    said = []
-    for wrong in (
-        Piece("parameters/t", (5, 2), (0, 0), torch.zeros(5, 2)),
-        Piece("parameters/t", (4, 2), (0, 0), torch.zeros(4, 2, dtype=torch.float64)),
-        Piece("parameters/u", (4, 2), (0, 0), torch.zeros(4, 2)),
-    ):
-        with pytest.raises(ValueError) as caught:
-            restored.check(wrong)
-        said.append(str(caught.value))
-    restored.check(Piece("parameters/t", (4, 2), (1, 0), torch.zeros(2, 2)))
-    return said
-
-
-def test_what_is_not_there_is_told(tmp_path):
-    ((shape, dtype, name),) = launch.run(missing, str(tmp_path), ranks=1)
-    assert "parameters/t is [4, 2] torch.float32 in the checkpoint, [5, 2] torch.float32 in this" in shape
-    assert "parameters/t is [4, 2] torch.float32 in the checkpoint, [4, 2] torch.float64 in this" in dtype
-    assert "no parameters/u" in name
 
 
 def test_when_a_full_checkpoint_costs_less():

@@ -94,16 +94,6 @@ def test_blueconnect():
     check_on_real_ranks(algorithms.blueconnect_all_reduce(6, (3, 2)))
 
 
-def test_each_level_of_blueconnect_carries_less_than_the_one_below():
-    schedule = algorithms.blueconnect_all_reduce(32, (4, 4, 2))
-    levels = [
-        sent_shares(schedule, lambda t: t.source // 4 == t.to // 4),
-        sent_shares(schedule, lambda t: t.source // 4 != t.to // 4 and t.source // 16 == t.to // 16),
-        sent_shares(schedule, lambda t: t.source // 16 != t.to // 16),
-    ]
-    assert [set(level) for level in levels] == [{Fraction(3, 2)}, {Fraction(3, 8)}, {Fraction(1, 16)}]
-
-
 def test_the_three_papers_are_one_function():
     def messages(schedule):
         return [set(step) for step in schedule.steps]

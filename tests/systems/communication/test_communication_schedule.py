@@ -17,9 +17,7 @@ from minitrain.systems.communication.chunk_schedule import (
     in_parallel,
     mirror,
     place,
-    sent_elements,
     sent_shares,
-    then,
 )
 
 ALL_REDUCES = {
@@ -38,7 +36,7 @@ SIZES = [*range(1, 18), 23, 31, 32, 33, 63, 64]
 
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_every_chunk_gets_every_contribution_once(name):
-    for n in range(1, 65):
+    for n in (*range(1, 34), 63, 64):
         check(ALL_REDUCES[name](n))
 
 
@@ -56,17 +54,10 @@ def test_the_other_collectives():
         check(mirror(algorithms.halving_reduce_scatter(n)), "all_gather")
 
 
-def test_near_first_leaves_the_chunks_in_bit_reversed_order():
-    with pytest.raises(ValueError, match="reduce_scatter: in the end rank 1 lacks"):
-        check(algorithms.halving_reduce_scatter(8, near_first=True), "reduce_scatter")
-    complete = history(algorithms.halving_reduce_scatter(8, near_first=True))[-1]
-    assert [row.index(8) for row in complete] == [0b000, 0b100, 0b010, 0b110, 0b001, 0b101, 0b011, 0b111]
-
-
 # ---- the checker can fail --------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(2, 9), st.data())
 def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
     schedule = ALL_REDUCES[name](n)
@@ -149,28 +140,7 @@ def test_near_first_sends_half_to_the_neighbour_and_far_first_across():
     assert share_sent_over(8, near_first=False) == {1}
 
 
-@given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(1, 12), st.integers(0, 100))
-def test_elements_follow_the_shares_whatever_the_size(name, n, numel):
-    schedule = ALL_REDUCES[name](n)
-    sent = [sent_elements(schedule, rank, numel) for rank in range(n)]
-    messages = sum(len(step) for step in schedule.steps)
-    for rank, share in enumerate(sent_shares(schedule)):
-        assert (
-            abs(sent[rank] - share * numel) <= messages
-        )  # a chunk is at most one element longer than its share
-    assert [sent_elements(schedule, rank, numel * schedule.chunks) for rank in range(n)] == [
-        share * numel * schedule.chunks for share in sent_shares(schedule)
-    ]
-
-
 # ---- algebra ---------------------------------------------------------------------------------------------
-
-
-def test_an_all_reduce_is_made_of_its_halves():
-    assert algorithms.ring_all_reduce(5) == then(
-        algorithms.ring_reduce_scatter(5), algorithms.ring_all_gather(5)
-    )
-    assert mirror(algorithms.binomial_reduce(4)).steps[0] == (Transfer(0, 2, range(1), reduce=False),)
 
 
 def test_two_rings_in_both_directions_share_the_work():

@@ -40,14 +40,6 @@ def test_nccl_rccl():
     )  # 6a + 1.5 S/B = 4a + 4 S/B at 0.8 a B
 
 
-@given(st.integers(4, 30_000), st.floats(1e-7, 1e-3), st.floats(1e8, 1e12))
-def test_the_crossover_scales_with_one_latency_of_bytes_and_grows_with_n(n, alpha_s, bytes_per_s):
-    unit = crossover_bytes(n, Network(1.0, 1.0))
-    found = crossover_bytes(n, Network(alpha_s, bytes_per_s))
-    assert found == pytest.approx(unit * alpha_s * bytes_per_s)
-    assert crossover_bytes(4 * n, Network(1.0, 1.0)) > unit
-
-
 @given(st.integers(1, 5_000), st.floats(0, 1e10))
 def test_no_other_number_of_pieces_is_better(n, size_bytes):
     def seconds(pieces):
@@ -77,20 +69,3 @@ def test_the_closed_forms_are_the_schedules_on_equal_links():
                     algorithm,
                     n,
                 )
-
-
-def test_halving_wins_everywhere_on_equal_links_and_loses_on_unequal_ones():
-    for size_bytes in (1e3, 1e6, 1e9):
-        assert choose(64, size_bytes, INFINIBAND, ALL[:3]).algorithm == "halving and doubling"
-    rack_of = [rank // 8 for rank in range(32)]
-    fabric = cost_model.racks(rack_of, near=(1e-6, 10e9), far=(1e-6, 10e9), oversubscription=4)
-    far_first = cost_model.time_s(algorithms.halving_doubling_all_reduce(32, near_first=False), 1e9, fabric)
-    ring = cost_model.time_s(algorithms.ring_all_reduce(32), 1e9, fabric)
-    near_first = cost_model.time_s(algorithms.halving_doubling_all_reduce(32, near_first=True), 1e9, fabric)
-    assert ring < near_first < far_first / 2
-
-
-def test_a_group_of_one_costs_nothing():
-    for algorithm in ALL:
-        assert steps(algorithm, 1) == 0 and formula_s(algorithm, 1, 1e9, INFINIBAND) == 0
-    assert choose(1, 1e9, INFINIBAND).seconds == 0 and crossover_bytes(1, INFINIBAND) == 0

@@ -143,8 +143,10 @@ def test_a_death_at_each_point_and_newcomers(layout):
     assert out[0][2] == 0 or copies and out[0][2] <= 2
 
 
-@pytest.mark.parametrize("layout", ["dp", "zero1"])
-@pytest.mark.parametrize("point, sizes", [("live", [4, 2]), ("vote", [4, 2]), ("passed", [4, 3, 2])])
+@pytest.mark.parametrize(
+    "layout, point, sizes",
+    [("zero1", "live", [4, 2]), ("dp", "vote", [4, 2]), ("zero1", "passed", [4, 3, 2])],
+)
 def test_a_death_while_the_state_moves(layout, point, sizes):
     """3 dies in step 2; 1 when pieces move to the layout of three, or in its vote, or behind it before any copy."""
     out = launched(layout, [(2, 3, "start"), (2, 1, point)], int(layout == "zero1"), False)

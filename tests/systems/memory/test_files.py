@@ -348,15 +348,6 @@ os.kill(os.getpid(), 9)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
-    def read_only(path, flags, mode=0o777):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(ValueError, match="Read-only file system; choose another folder"):
-        FileStore(tmp_path)
-
-
 def test_a_store_goes_with_an_error_and_when_nobody_holds_it(tmp_path):
     def files_open():
         return len(os.listdir("/proc/self/fd"))

@@ -2,9 +2,7 @@
 
 import gc
 import os
-import resource
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,18 +40,6 @@ def test_finds_what_a_run_holds(runs, size, kind):
     assert abs(again - found) <= 0.25 * MEGA
 
 
-def test_two_tensors_at_once_and_one_after_the_other(runs):
-    def both():
-        a, b = torch.ones(4 * MEGA), torch.ones(4 * MEGA)
-        return a.numel() + b.numel()
-
-    def in_turn():
-        return sum(torch.ones(4 * MEGA).numel() for _ in range(2))
-
-    limits = [runs.smallest_limit(f, most_bytes=64 * MEGA) for f in (both, in_turn)]
-    assert abs(limits[0] - limits[1] - 16 * MEGA) <= MEGA / 4
-
-
 def test_a_run_gives_its_result_and_one_that_does_not_fit_an_error_of_one_line(runs):
     assert runs.run(hold, 5 * MEGA) == runs.run(hold, 5 * MEGA, limit_bytes=6 * MEGA) == 5 * MEGA
     for kind, said in (("torch", "can't allocate memory"), ("bytes", "MemoryError")):
@@ -63,12 +49,6 @@ def test_a_run_gives_its_result_and_one_that_does_not_fit_an_error_of_one_line(r
     assert runs.run(hold, 5 * MEGA, limit_bytes=6 * MEGA) == 5 * MEGA  # one failure is not the next one's
     found = runs.run(bytes, 3 * MEGA, limit_bytes=4 * MEGA)  # there is room to tell the result
     assert len(found) == 3 * MEGA
-
-
-def test_a_limit_is_of_one_run_and_of_no_other_process(runs):
-    assert runs.run(resource.getrlimit, resource.RLIMIT_AS) == resource.getrlimit(resource.RLIMIT_AS)
-    runs.run(hold, 5 * MEGA, limit_bytes=6 * MEGA)
-    assert runs.run(hold, 50 * MEGA) == 50 * MEGA
 
 
 def test_an_error_that_is_not_of_memory_is_not_called_so(runs):
@@ -123,25 +103,6 @@ def test_what_a_warm_up_leaves_is_no_room_and_a_run_ends_with_its_helper():
                 ended.result(patience.LONG_S)
         patience.until(lambda: patience.gone(child))
     os.close(read), os.close(write)
-
-
-def test_what_runs_print_is_no_answer(runs):
-    def prints():
-        print("hello" * 10_000, flush=True)
-        os.write(1, b"more")
-        return 1
-
-    assert runs.run(prints) == 1
-
-
-def test_threads_need_little_room(runs):
-    def threads():
-        all_there = threading.Barrier(5, timeout=patience.LONG_S)
-        for _ in range(4):
-            threading.Thread(target=all_there.wait).start()
-        all_there.wait()
-
-    runs.run(threads, limit_bytes=2 * MEGA)  # four stacks of the usual size are 32 MiB
 
 
 def test_wrong_use_is_refused(runs):

@@ -185,14 +185,6 @@ def test_tiles_give_what_the_whole_gives(tiles, bias):
             assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-def test_control_a_tile_left_out_is_noticed():
-    whole, tiled = linears(8)
-    with torch.no_grad():
-        tiled.weight[12:24] = 0
-    x = torch.randn(3, WIDTH, dtype=torch.float64)
-    assert not torch.allclose(whole(x), tiled(x))
-
-
 def peaks(tiles, rows=1):
     """Of the device, beside x, y and their gradients: in forward, in backward; and bytes over the link."""
     _, tiled = linears(tiles, bias=False)

@@ -253,21 +253,3 @@ def test_mistakes_are_seen():
     assert max(home[:2]) < 1e-12 < 1e-3 < min(home[3:])  # only gradients of experts are wrong
     stayed, _ = launch.run(broken, "the neighbour's expert is not fetched", ranks=2)
     assert stayed[0] > 1e-3
-
-
-def test_frozen_experts_send_no_gradients():
-    def run():
-        group = collectives.world()
-        mesh = Mesh(node=2, place=1)
-        groups, sent = (mesh.group("node"), mesh.group("place")), []
-        for frozen in ((), (3,), (2, 3, 4)):
-            leaves = leaves_of(group.rank(), 2, True, frozen)
-            with Ledger() as ledger:
-                moved(leaves, "top-2", *groups)
-            assert all((leaf.grad is None) == (i in frozen) for i, leaf in enumerate(leaves))
-            sent.append(ledger.sent_bytes(axis="node"))
-        return sent
-
-    for everything, less, least in launch.run(run, ranks=2):
-        matrix = 4 * D * WIDE * 8  # of each of the other rank's four experts
-        assert everything - less == matrix and everything - least == 3 * matrix

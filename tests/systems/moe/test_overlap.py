@@ -179,57 +179,7 @@ def test_reused_fetches_rows_and_gradients_behind_products():
         assert backward == "+0 +1 +2 +3 -0 -1 * +4 +5 +6 -2 -3 * +7 -4 -5 -6 * +8 -7 -8 *".split()
 
 
-def test_turns():
-    """A travel begins in each round, ahead of those under way; results are in the order of travels, not of arrival."""
-    log = []
-
-    def travel(name, steps):
-        for _ in range(steps):
-            log.append(name)
-            yield
-        return name
-
-    assert overlapped_experts.interleave([travel("a", 3), travel("b", 1), travel("c", 0)]) == ["a", "b", "c"]
-    assert log == ["a", "b", "a", "a"]
-    del log[:]
-    assert overlapped_experts.interleave([travel("a", 2), travel("b", 2)], enter=2) == ["a", "b"]
-    assert log == ["a", "b"] * 2
-
-
 # ---- who travels when ------------------------------------------------------------------------------------
-
-
-def parts_on_a_rank():
-    group = collectives.world()
-    part, _ = own_part(group)
-    routing = router.top_k(drawn()[0][part] @ drawn()[1], 3)
-    ways = [overlapped_experts.capacity_parts(routing, group, chunks) for chunks in (1, 2, 3, 40)]
-    return routing, [*ways, overlapped_experts.peer_parts(routing, group)]
-
-
-def checked_parts():
-    """On a rank: every row is in one part; chunks of an expert's rows are as equal as can be."""
-    routing, ways = parts_on_a_rank()
-    for way, parts in ways:
-        assert sorted(torch.cat([part.sent for part in parts]).tolist()) == list(range(len(way.choices)))
-        assert torch.equal(sum(part.counts for part in parts), way.counts)
-        assert all(len(part.order) == part.counts.sum() for part in parts)
-    expert_of = routing.experts.flatten()[ways[0][0].choices]
-    for _, parts in ways[:-1]:
-        sizes = torch.stack([torch.bincount(expert_of[part.sent], minlength=E) for part in parts])
-        assert int((sizes.max(0).values - sizes.min(0).values).max()) <= 1
-        number = torch.empty_like(expert_of)
-        for i, part in enumerate(parts):
-            number[part.sent] = i
-        for of_one in (number[expert_of == expert].tolist() for expert in range(E)):
-            assert of_one == [i * len(parts) // len(of_one) for i in range(len(of_one))]
-    rank, n = collectives.world().rank(), collectives.world().size()
-    for distance, part in enumerate(ways[-1][1]):
-        assert set((expert_of[part.sent] // (E // n)).tolist()) <= {(rank + distance) % n}
-
-
-def test_every_row_travels_once_and_chunks_are_even():
-    launch.run(checked_parts, ranks=4)
 
 
 def stays(number):
@@ -472,13 +422,6 @@ def test_every_all_to_all_of_a_pair_is_in_flight_behind_a_product_of_the_other(r
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_one_after_the_other_hides_nothing(ranks):
-    for rank in paired(ranks):
-        assert {word[0] for word in rank["row"][3]} == {"b", "*"}
-        assert rank["row"][3].count("blocking") == 5 * LAYERS
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_pair_sends_the_same_and_computes_five_products_of_experts_for_four(ranks):
     for number, rank in enumerate(paired(ranks)):
         row, turns, weights = (rank[how] for how in ("row", "turns", "weights"))
@@ -490,24 +433,6 @@ def test_a_pair_sends_the_same_and_computes_five_products_of_experts_for_four(ra
         one_of_routers = LAYERS * 2 * tokens * D * E
         assert weights[4]["B"] - row[4]["B"] == one_of_experts + one_of_routers
         assert row[4]["B"] == 2 * row[4]["before"]
-
-
-def test_the_gradient_of_what_stays_beside_is_needed():
-    """The control: without what flows past the experts the gradient is another."""
-
-    def rank(wrong):
-        group = collectives.world()
-        a, b = microbatches(own_part(group)[0])
-        tiny = Tiny(group)
-        ((y, kept),) = overlapped_experts.interleave([forward_turns(tiny.pieces, b)])
-        if wrong:
-            kept = [(piece, inputs[:1], outputs[:1], flight) for piece, inputs, outputs, flight in kept]
-        (dx,) = overlapped_experts.interleave([backward_turns(kept, dy_of(y))])
-        return dx
-
-    right, wrong = (torch.cat(launch.run(rank, flag, ranks=2)) for flag in (False, True))
-    torch.testing.assert_close(right, flat(paired(1), "plain")[3], rtol=0, atol=1e-12)
-    assert (right - wrong).abs().max() > 1e-3
 
 
 def frozen_on_a_rank(how):

@@ -206,24 +206,6 @@ def test_a_copy_takes_its_weights_on_every_rank_and_no_more():
     assert [rank[-1] for rank in copies()] == [3 * 12 + (r in (0, 1, 3)) for r in range(RANKS)]
 
 
-def tabled():
-    """Bytes for a table over ep, and over tp, whose ranks share out the rows of a rank of ep."""
-    mesh = Mesh(ep=2, tp=2)
-    scores = torch.randn(6, E, generator=torch.Generator().manual_seed(collectives.world().rank()))
-    routing = router.top_k(scores, 2)
-    with Ledger() as ledger:
-        table = module.table_of(routing, mesh.group("ep"), [mesh.group("tp")])
-    sent = [ledger.sent_bytes(axis=axis) for axis in ("ep", "tp")]
-    return table, mesh.rank("ep"), routing.counts.tolist(), sent
-
-
-def test_a_table_is_eight_bytes_an_expert_to_each_and_a_sum_beside():
-    found = launch.run(tabled, ranks=4)
-    rows = [[sum(counts[e] for _, r, counts, _ in found if r == rank) for e in range(E)] for rank in range(2)]
-    for table, _, _, sent in found:
-        assert table == rows and sent == [8 * E * (2 - 1), 16 * E * (2 - 1) // 2]
-
-
 def test_a_dry_table_has_the_rows_of_all_ranks_beside():
     def on_rank():
         mesh, positions = Mesh(ep=2, tp=2), torch.arange(6).view(1, 6)

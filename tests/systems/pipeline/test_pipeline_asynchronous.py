@@ -15,9 +15,8 @@ from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.training.step import Batch
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.schedule import Action, B, F, I, R, Schedule, W
+from minitrain.pipeline.schedule import B, F, I, R, Schedule, W
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
-from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.systems.pipeline.asynchronous import (
     AsynchronousRunner,
     Policy,
@@ -25,7 +24,7 @@ from minitrain.systems.pipeline.asynchronous import (
     per_microbatch,
     sgd,
 )
-from minitrain.systems.plan.dynapipe import delayed, paired_calls, period
+from minitrain.systems.plan.dynapipe import delayed, period
 from tests.parallel import TOLERANCE, check_refusals, small
 
 CONFIG = small(num_layers=4, tied=False)
@@ -170,18 +169,6 @@ def test_pipedream(p):
     assert difference(found["pipedream"], serial(p, 12, 1, lambda s, t: t)) > 1e-6
 
 
-def test_a_long_pipeline_has_no_bubble_but_at_its_ends():
-    for p, m in [(2, 8), (4, 16), (8, 64)]:
-        for costs in Costs(F=1, B=2), Costs(F=3, B=5):
-            run = simulate(one_f_one_b(p, m), costs)
-            for rank, spans in enumerate(run.spans):
-                steady = spans[p - rank : len(spans) - (p - rank - 1)]  # first backward to last forward's
-                assert all(first.end == second.start for first, second in zip(steady, steady[1:]))
-                starts = [span.start for span in steady if span.entry.kind == "F"]
-                assert {late - early for early, late in zip(starts, starts[1:])} == {costs.F + costs.B}
-            assert run.bubble == Fraction(p - 1, m + p - 1)
-
-
 def test_refusals():
     def runner(schedule, policy):
         stages = dict(Stages(CONFIG, {0: range(6)}, seed=3).items())
@@ -225,13 +212,3 @@ def test_trirace():
         assert delayed(64, compute, reduce, 0) == compute + reduce
         for bound in (1, 2, 5):
             assert delayed(64, compute, reduce, bound) == max(compute, reduce)
-
-
-def test_calls_pair_the_messages_of_neighbours():
-    schedule = one_f_one_b(4, 8)
-    for rank in range(3):  # every message of a link is in one call at each of its ends
-        calls = paired_calls(schedule, rank), paired_calls(schedule, rank + 1)
-        messages = [[entry for entry in some if not isinstance(entry, Action)] for some in calls]
-        for some in messages:
-            down = [what for call in some for what in call if what.kind == "F" and what.stage == rank]
-            assert down == [F(rank, i) for i in range(8)]

@@ -70,26 +70,6 @@ def test_the_error_of_a_half_is_raised_and_ends_the_other(failing, turns):
         turns_of(*((fails, goes_on) if failing == "b" else (goes_on, fails)))
 
 
-def test_a_half_that_has_not_begun_does_not_once_the_other_has_failed():
-    halves, begun = Halves(), []
-
-    def run(name):
-        begun.append(name)
-        raise KeyError(name)
-
-    with pytest.raises(KeyError, match="b"):
-        halves.run_in_turns(run, lambda name: Ledger().phase(name), "b", "f")
-    assert begun == ["b"]
-
-
-def test_an_account_sees_both_halves():
-    halves, x = Halves(), torch.ones(3, 3)
-    with Ledger() as ledger:
-        halves.run_in_turns(lambda n: [(x @ x, halves.yield_turn()) for _ in range(n)], ledger.phase, 2, 3)
-    assert ledger.flops_by_phase == {3: 3 * 54, 2: 2 * 54}
-    assert [event.phase for event in ledger.events if event.flops] == [2, 3, 2, 3, 3]
-
-
 # ---- on ranks --------------------------------------------------------------------------------------------
 
 CONFIG = GPTConfig(

@@ -10,7 +10,6 @@ import torch
 from minitrain import launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.layers import naive_attention
-from minitrain.pipeline.lower import messages
 from minitrain.pipeline.schedule import Action, check, peak
 from minitrain.pipeline.schedules.one_direction import (
     causal_cost,
@@ -113,13 +112,6 @@ def test_seq1f1b():
 
 def test_one_slice_is_gpipe_and_1f1b():
     assert terapipe(4, 6, 1).ranks == gpipe(4, 6).ranks and seq1f1b(4, 6, 1).ranks == one_f_one_b(4, 6).ranks
-
-
-def test_messages_are_k_times_as_many():
-    for p, m, k in [(2, 3, 4), (4, 4, 2)]:
-        ours, plain = messages(seq1f1b(p, m, k)), messages(one_f_one_b(p, m))
-        found = {link: len(sent) for link, sent in ours.items()}
-        assert found == {link: k * len(sent) for link, sent in plain.items()}
 
 
 @pytest.mark.parametrize("k, value_width", [(1, 4), (2, 4), (4, 4), (2, 3)])

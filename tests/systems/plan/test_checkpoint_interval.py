@@ -66,14 +66,6 @@ def test_the_exact_interval_is_where_the_waste_is_least(save_s):
         assert plan.waste(rule(save_s, LLAMA_S), save_s, LLAMA_S, 300) >= least
 
 
-def test_estimate_and_waste_agree_when_failures_are_rare():
-    for save_s in (1e-2, 1e-4):
-        best = plan.young_s(save_s, LLAMA_S)
-        ratio = waste_estimate(best, save_s) / plan.waste(best, save_s, LLAMA_S)
-        assert ratio == pytest.approx(1, abs=sqrt(save_s / LLAMA_S))
-    assert plan.waste(100.0, 0.0, LLAMA_S) == pytest.approx(50 / LLAMA_S, rel=0.01)
-
-
 @pytest.mark.parametrize("save_s", [10.0, 60.0, 300.0])
 def test_young_and_daly_against_a_simulated_job(save_s):
     """The waste at Young's interval, at a third of it and at its triple, within 2 %; and it is least at Young's."""
@@ -90,14 +82,6 @@ def test_young_and_daly_against_a_simulated_job(save_s):
     assert found[1] / sqrt(2 * save_s / LLAMA_S) == pytest.approx(
         1 + 120 / sqrt(2 * save_s * LLAMA_S), rel=0.12
     )
-
-
-def test_an_asynchronous_save_costs_its_lag_only_with_failures():
-    """A stall of 10 s and 50 s until it counts waste as much as Young says for 10 s, and the lag once a failure."""
-    interval_s = plan.young_s(10.0, LLAMA_S)
-    late, blocking = run(interval_s, disk=Level(10.0, lag_s=50.0)), run(interval_s, disk=Level(60.0))
-    assert late.waste - plan.waste(interval_s, 10.0, LLAMA_S) == pytest.approx(50 / LLAMA_S, rel=0.1)
-    assert late.waste < 0.5 * blocking.waste
 
 
 def test_two_levels_without_memory_are_one():
@@ -133,39 +117,8 @@ def test_the_best_two_levels_are_best():
     assert plan.two_levels_waste(first, MEMORY, DISK, LLAMA_S, SURVIVES) < 1.01 * least
 
 
-def test_the_best_of_one_level_and_of_hard_cases():
-    alone = plan.best_two_levels(Level(60.0), Level(60.0), LLAMA_S, 0.0)
-    assert alone.every == 1 and alone.interval_s == pytest.approx(plan.exact_s(60.0, LLAMA_S), rel=1e-6)
-    often = Level(78.0, 536.0), Level(1337.0, 2753.0), 700.0, 0.28  # saves take longer than jobs live
-    assert plan.two_levels(78.0, 1337.0, 700.0, 0.28).every == 3 and plan.best_two_levels(*often).every == 1
-    never = Level(200.0), Level(9000.0), 10.0, 0.5
-    assert plan.two_levels_waste(TwoLevels(100.0, 5), *never) == 1, "it has no end"
-    assert plan.best_two_levels(*never).interval_s < 50
-
-
-@pytest.mark.parametrize("survives", [0.9, 0.94])
-def test_the_first_order_plan_has_the_least_first_order_waste(survives):
-    """The best number of saves is 14.4 or 19.0: rounded down, or up."""
-
-    def estimate(interval_s, every):
-        saves_s = MEMORY.stall_s + (DISK.stall_s - MEMORY.stall_s) / every
-        undone = survives + (1 - survives) * every
-        return saves_s / interval_s + undone * interval_s / (2 * LLAMA_S)
-
-    first = plan.two_levels(MEMORY.stall_s, DISK.stall_s, LLAMA_S, survives)
-    assert first.every == {0.9: 14, 0.94: 19}[survives]
-    least = estimate(*first)
-    assert all(estimate(f * first.interval_s, n) > least for f in (0.9, 1.1) for n in range(1, 60))
-    assert all(estimate(first.interval_s, n) > least for n in range(1, 60) if n != first.every)
-    closed = sqrt(2 * 5 * survives / LLAMA_S) + sqrt(2 * 115 * (1 - survives) / LLAMA_S)
-    assert closed <= least < 1.001 * closed
-    alone = [plan.young_s(5.0, LLAMA_S / survives), plan.young_s(115.0, LLAMA_S / (1 - survives))]
-    assert closed == pytest.approx(2 * 5 / alone[0] + 2 * 115 / alone[1])
-    assert plan.two_levels(5.0, 5.0, LLAMA_S, 0.5).every == 1, "to disk with all, if it costs no more"
-
-
 @pytest.mark.parametrize("disk_save_s, restart_s", [(120.0, 0.0), (120.0, 3000.0), (5000.0, 3000.0)])
-@pytest.mark.parametrize("chosen", [TwoLevels(360.0, 14), TwoLevels(1500.0, 2), TwoLevels(700.0, 1)])
+@pytest.mark.parametrize("chosen", [TwoLevels(360.0, 14), TwoLevels(1500.0, 2)])
 def test_two_levels_against_a_simulated_job(chosen, disk_save_s, restart_s):
     levels = Level(5.0, restart_s), Level(disk_save_s, 2 * restart_s)
     draw = random.Random(1)

@@ -4,10 +4,7 @@ from fractions import Fraction
 from itertools import combinations, product
 from math import comb
 
-import pytest
-
 from minitrain.systems.plan import checkpoint_interval as place
-from minitrain.systems.simulate.failures import failing
 
 
 def survived(placement, failures):
@@ -57,28 +54,6 @@ def test_groups_of_whole_size_are_best_of_all_placements():
             assert ours == best == best_bound(machines, replicas)
         else:
             assert best - ours <= Fraction(2 * replicas - 3, comb(machines, replicas))
-
-
-def test_the_gap_of_mixed_groups_is_bounded():
-    for machines in range(3, 11):
-        for replicas in range(2, min(machines, 5)):
-            ours, in_a_ring = (
-                survived(place.holders(kind(machines, replicas), replicas), replicas)
-                for kind in (place.groups, place.ring)
-            )
-            gap = best_bound(machines, replicas) - ours
-            limit = Fraction(2 * replicas - 3, comb(machines, replicas))
-            assert gap == 0 if machines % replicas == 0 else 0 < gap <= limit
-            assert in_a_ring <= ours
-            assert (machines, replicas) != (7, 4) or gap == limit, "and reached"
-
-
-def test_simulated_failures_are_recovered_as_often_as_counted():
-    """The simulator takes three machines of 16 at once, at random: four times in five their memory is elsewhere."""
-    placement = place.holders(place.groups(16, 2), 2)
-    events = failing(7, 1000.0, 16, together=3)
-    found = sum(place.recovers(placement, next(events).machines) for _ in range(4000))
-    assert found / 4000 == pytest.approx(0.8, abs=3 * (0.8 * 0.2 / 4000) ** 0.5)
 
 
 def test_bytes_of_replicas():

@@ -3,9 +3,8 @@ said is refused or noted, and every option that is written is one that the syste
 
 import json
 import random
-import tomllib
 from collections import Counter
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,16 +13,7 @@ from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import FIRST_SCALE, PRODUCTS
 from minitrain.systems.plan.emit import deepspeed, megatron, torchtitan, training_job
-from minitrain.systems.plan.emit.table import flat, nested
-from minitrain.systems.plan.emit.training_job import (
-    DEFAULTS,
-    EXPERTS,
-    MODEL,
-    SIZES,
-    STRATEGY,
-    Job,
-    from_values,
-)
+from minitrain.systems.plan.emit.training_job import DEFAULTS, Job
 
 SYSTEMS = {"megatron": megatron, "deepspeed": deepspeed, "torchtitan": torchtitan}
 LLAMA = presets["llama3-8b"]
@@ -191,38 +181,6 @@ def test_llama_as_json_for_deepspeed_and_what_its_code_says():
     }  # fmt: skip
     assert in_code.items() >= {"recompute": "full", "length": 8192, "d_model": 4096, "num_layers": 32}.items()
     assert deepspeed.read(text, in_code) == (job, {})
-
-
-def test_llama_as_toml_for_torchtitan_and_the_sizes_of_its_flavor():
-    job = replace(
-        JOB,
-        strategy=replace(
-            JOB.strategy, zero="III", dp=4, node=2, schedule="interleaved", chunks=2, order="pp-dp-cp-tp"
-        ),
-    )
-    text, notes, in_code = torchtitan.write(job)
-    tree = tomllib.loads(text)
-    assert not notes and tree["training"] == {
-        "local_batch_size": 16, "global_batch_size": 64, "seq_len": 8192, "mixed_precision_param": "bfloat16",
-    }  # fmt: skip
-    assert tree["activation_checkpoint"] == {"mode": "full"}
-    assert tree["parallelism"] == {
-        "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2,
-        "fsdp_reshard_after_forward": "always", "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2,
-        "pipeline_parallel_schedule": "Interleaved1F1B", "pipeline_parallel_layers_per_stage": 8,
-        "pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0,
-        "pipeline_parallel_microbatch_size": 4, "context_parallel_degree": 2,
-        "context_parallel_rotate_method": "alltoall",
-    }  # fmt: skip
-    assert in_code.keys() <= MODEL.keys() and torchtitan.read(text, in_code) == (job, {})
-
-
-@pytest.mark.parametrize("name", [*MODELS, "llama3-70b", "mixtral-8x7b", "deepseek-v3", "gpt3-175b"])
-def test_every_kind_of_model_goes_to_megatron_and_back(name):
-    model = MODELS.get(name) or presets[name]
-    job = Job(Strategy(dp=2, precision="bfloat16_main_grads"), model, rows=2, length=64)
-    back, left = megatron.read(megatron.write(job).text)
-    assert back.values() == job.values() and not left
 
 
 # ---- what others wrote
@@ -585,26 +543,3 @@ def test_a_plan_file_that_is_none_is_one_line(change, words):
     for text, said in (("{", "plan: no JSON"), ("3", "use an object of"), ("{}", "use an object of")):
         with pytest.raises(ValueError, match=said):
             training_job.read(text)
-
-
-def test_names_are_flat_and_what_has_no_effect_is_the_default():
-    count = sum(len(fields(kind)) for kind in (Strategy, GPTConfig, ExpertsConfig)) - 1 + len(SIZES)
-    assert len(DEFAULTS) == count == len(STRATEGY) + len(MODEL) + len(EXPERTS) + len(SIZES)
-    odd = Strategy(
-        dp=2, layout="striped", core="gathered", schedule="gpipe", loss_scale_window=7, precision="float16",
-        loss_scale=65536.0,
-    )  # fmt: skip
-    same = Strategy(dp=2, loss_scale_window=7, precision="float16")
-    job = Job(odd, MODELS["Mixtral"], 4, 8)
-    assert job.values() == Job(same, MODELS["Mixtral"], 4, 8).values()
-    assert job.values()["expert_width"] == MODELS["Mixtral"].d_ff
-    assert job.values()["loss_scale_window"] == 7, "it has an effect"
-    assert from_values(job.values()).values() == job.values()
-    assert from_values({}).strategy == Strategy() and asdict(from_values({}).model) == asdict(GPTConfig())
-    with pytest.raises(ValueError, match="a plan has no 'zeroo'; did you mean 'zero'?"):
-        from_values({"zeroo": 1})
-
-
-def test_options_nest_and_flatten():
-    options = {"a": 1, "b.c": 2, "b.d.e": [3]}
-    assert nested(options) == {"a": 1, "b": {"c": 2, "d": {"e": [3]}}} and flat(nested(options)) == options

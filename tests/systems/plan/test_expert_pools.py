@@ -71,22 +71,6 @@ def test_a_pool_is_switched_by_placement_alone():
     assert moved > 20
 
 
-def test_to_cut_matrices_anew_moves_dense_layers():
-    two, four = (shards(Grid(1, 2, tp), owners(8, 2), LAYER) for tp in (2, 2))
-    assert received(two, four) == [{}] * 4
-    cut, whole = (shards(Grid(1, 2, 2), owners(8, 2), LAYER), shards(Grid(2, 2, 1), owners(8, 2), LAYER))
-    assert [got["dense"] for got in received(cut, whole)] == [24] * 4
-    # rank 1, (e, t) = (0, 1) of 2 x 2, becomes place 1 of the first replica: four other experts, whole
-    assert received(cut, whole)[1] == {4: 24, 5: 24, 6: 24, 7: 24, "dense": 24}
-    assert received(cut, whole)[0] == {0: 12, 1: 12, 2: 12, 3: 12, "dense": 24}
-
-
-def test_shards_of_ranks_by_hand():
-    found = shards(Grid(1, 2, 2), ((1,), (0,)), Layer(2, 6, 10))
-    halves = ((0, 3), (0, 5)), ((3, 6), (5, 10))
-    assert found == [{expert: cut, "dense": dense} for expert in (1, 0) for cut, dense in halves]
-
-
 def by_hand(grid, holders, loads, costs):
     """Of every rank on its own: products, rows out of its place, sums over tp, gradients; the slowest of each."""
     dp, ep, tp = grid
@@ -119,19 +103,6 @@ def test_smartmoe_chooses_the_pool_offline():
         assert times[best] == pytest.approx(min(times.values()), rel=1e-12)
         taken.add(best)
     assert len(taken) > 3 and len({grid.tp for grid in taken}) > 1, "links, weights and memory decide"
-
-
-def test_a_pool_holds_a_best_placement_for_each_of_its_samples():
-    """Two experts a place: against all 8! / 2^4 placements on four places."""
-    grid, costs = Grid(1, 4, 1), Costs(1.0, 1.0, 1.0)
-    every = {tuple(zip(order)) for order in permutations([0, 0, 1, 1, 2, 2, 3, 3])}
-    assert len(every) == 2520
-    samples = drawn_loads(3, seed=5)
-    pool = plan.pool(samples, grid.ep)
-    assert pool[0] == owners(8, 4) and len(pool) == 4
-    for loads in samples:
-        best = min(by_hand(grid, holders, loads, costs) for holders in every)
-        assert min(plan.step_s(grid, holders, loads, LAYER, costs) for holders in pool) == pytest.approx(best)
 
 
 def test_of_equal_grids_the_first_is_taken():

@@ -1,7 +1,6 @@
 """Grids for the matrices of a layer: formulas against hand numbers and the papers' tables."""
 
 import math
-from operator import attrgetter
 
 import pytest
 
@@ -49,18 +48,6 @@ def test_optimus_table_1(ranks):
     assert square.forward == (q - 1) / q**2 * (7 * tokens * width + 12 * width**2)
 
 
-def test_one_rank_sends_nothing():
-    for grid in grids(1):
-        assert cost(mlp(32, 8, 16), grid).both == 0
-    assert cost(ONE, Grid("2.5-D", 3)) == cost(ONE, Grid("2.5-D", 3, 1))
-
-
-def test_depth_one_is_two_dimensions():
-    flat, deep = cost(ONE, Grid("2-D", 3)), cost(ONE, Grid("2.5-D", 3, 1))
-    same = attrgetter("both", "forward_path", "weights", "activations")
-    assert same(flat) == same(deep)
-
-
 def test_tesseract_section_3():
     """Its counts of transfers at p = 64, and what a rank sends: weights are in blocks d times as large."""
     p, square = 64, Layer(1, ((1, 1),))  # m = k = n: in units of one matrix
@@ -93,21 +80,6 @@ def test_where_two_dimensions_win():
     assert crossover(few) == 36
     assert crossover(few, most=35) is None
     assert crossover(many, "both") == 9  # 15 (q - 1)/q² of 2-D against 4 (q² - 1)/q²
-
-
-def test_over_a_whole_step_four_ranks_tell_nothing_in_general():
-    """2-D's 3/4 (mh + mf + 2hf) against 1-D's 3 mh on 4 ranks: as much for one shape, 75 % more for another."""
-    for tokens, width, inner, ratio in ((1024, 256, 512, 1), (4096, 1024, 4096, 1.75)):
-        layer = mlp(tokens, width, inner)
-        assert cost(layer, Grid("2-D", 2)).both == ratio * cost(layer, Grid("1-D", 4)).both
-
-
-def test_many_tokens_rotate_few_stay():
-    """Sent for good: weights in RTP, activations in 1-D. Equal where 6 kn = 4 mk, at m = 3/2 n."""
-    for tokens, wins in ((6143, "1-D"), (6145, "RTP")):
-        layer = mlp(tokens, width=1024, inner=4096)
-        least = min((cost(layer, Grid(kind, 6)) for kind in ("1-D", "RTP")), key=lambda found: found.both)
-        assert least.grid.kind == wins
 
 
 def test_the_axes_of_a_cube_take_turns():

@@ -81,10 +81,6 @@ def test_more_memory_is_never_slower_and_offloading_everything_is_the_last_resor
     assert plans[-1].cached == 192 // plans[-1].chunk, "all are kept, none is gathered twice"
 
 
-def test_tensors_are_packed_whole_and_in_order():
-    assert offload.packed([[4, 3], [2, 5], [1]], 9) == (2, 2)
-
-
 # ---- Fuyou -------------------------------------------------------------------------------------------------
 
 # Rates and sizes of about a 13B model with an RTX 4090, PCIe 4, twelve disks, batch 32; seconds and GB.
@@ -118,10 +114,6 @@ def test_fuyou():
     share = fuyou_share(WORK, SERVER)
     assert share not in (0, 1)
     assert fuyou_s(WORK, SERVER, share) < min(fuyou_s(WORK, SERVER, s) for s in (0, 1))
-
-
-def test_without_activations_nothing_is_swapped():
-    assert fuyou_share(Work(1, 0, 1, 1, 1), SERVER) == 0
 
 
 def test_phases_by_hand():

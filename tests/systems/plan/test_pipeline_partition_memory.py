@@ -23,7 +23,7 @@ from minitrain.pipeline.simulate import Costs, Measured, simulate
 from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.ranks.events import Compute, Copy, Wait
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.plan import stage_cuts, stage_memory
+from minitrain.systems.plan import stage_memory
 from minitrain.systems.plan.stage_memory import fit, mcap, profiled
 from minitrain.systems.simulate.replay import replay
 from tests.parallel import small
@@ -83,19 +83,6 @@ def test_mcap():
     few = {cut: measured()[cut] for cut in profiled(6, P)}
     one_number_a_layer = fit(few, [1] * P)  # the control: as if all stages kept as many
     assert worst_error(one_number_a_layer) > 0.05
-
-
-def test_the_cuts_that_are_measured():
-    ends = [[len(run) for run in cut] for cut in profiled(5, 3)]
-    assert ends == [[1, 1, 3], [2, 1, 2], [3, 1, 1]] and len(profiled(10, 4)) == 7
-
-
-def test_of_several_models_the_one_with_the_smallest_numbers():
-    """Two layers in one cut: only base + fixed + 2 · kept is known; the squares are the least."""
-    (base, fixed, kept, _) = fit({(range(1), range(1, 2)): [12, 6]}, [2, 1])
-    assert base[0] + fixed[0] + 2 * kept[0] == pytest.approx(12)
-    assert base[1] + fixed[1] + kept[1] == pytest.approx(6)
-    assert (base, fixed, kept) == (pytest.approx((2, 2)), pytest.approx((2, 2)), pytest.approx((4, 2)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -228,19 +215,6 @@ def test_adapipe_counts_the_bytes_that_a_stage_holds(in_flight, flags):
     assert weights == 8 and live == held
     counted = stage_memory.bytes_of(model, range(2), flags, in_flight)
     assert counted == held + 3 * FLOATS and counted <= ledger.peak_bytes <= counted + 4 * FLOATS
-
-
-def test_later_stages_recompute_less():
-    units = stage_memory.Unit(2, 3), stage_memory.Unit(3, 4), stage_memory.Unit(5, 5)
-    layer = stage_memory.Layer(forward=10, backward=20, fixed=2, units=units)
-    model, m = stage_memory.Model((layer,) * 8, boundary=1), 8
-    plan = stage_memory.plan_adapipe(model, 4, m, cap=70)
-    shares = [Fraction(stage.recomputed, 10 * len(stage.layers)) for stage in plan.stages]
-    assert shares[0] > shares[-1] == 0 and shares == sorted(shares, reverse=True)
-    uniform = [stage_cuts.Stage(20, 40 + 20)] * 4  # recompute everything everywhere
-    assert plan.time < stage_cuts.latency(uniform, m)
-    free = stage_memory.plan_adapipe(model, 4, m, cap=10**6)  # nothing recomputed
-    assert free.time == stage_cuts.latency([stage_cuts.Stage(20, 40)] * 4, m)
 
 
 def fits(tensors, ways, fixed, cap):

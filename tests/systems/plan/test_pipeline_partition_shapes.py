@@ -142,20 +142,6 @@ def same_order(programs):
             assert sent == [step.what for step in theirs if step.source == source]
 
 
-def test_ends_of_what_is_allowed():
-    """A sample, and a microbatch, may be as large as the cap; equal samples stay in order; the last of a fixed size
-    is what is left."""
-    assert dynapipe.microbatches([8], time, 2, 8).groups == ((0,),)
-    assert dynapipe.microbatches([2] * 4, lambda rows, length: 1, 2, cap_tokens=4).groups == ((0, 1), (2, 3))
-    assert dynapipe.microbatches([3, 1, 3], lambda rows, length: 1, 2).groups == ((0, 2, 1),)
-    assert dynapipe.fixed(5, 2) == ((0, 1), (2, 3), (4,)) and dynapipe.fixed(0, 2) == ()
-    assert dynapipe.padding([3, 1, 2], [[0, 1], [2]]) == 2
-    assert dynapipe.adaptive([[(1, 2)]], [3], 3).ranks == ((F(0, 0), B(0, 0)),)
-    both = [Op("a", 3), Op("b", 3)]
-    assert stage_cuts.plan_graphpipe(both, 2, 1).stages == (("a", "b"),), "as fast, and less deep"
-    assert stage_cuts.plan_graphpipe(both, 2, 2)[:3] == (9, 2, 3)
-
-
 def test_an_order_that_gets_stuck_is_refused():
     told = r"stuck: rank 0 at Send\(F0.1\) with rank 1, rank 1 at Send\(B1.0\) with rank 0; post"
     with pytest.raises(ValueError, match=told):
@@ -215,25 +201,6 @@ def test_adaptive_schedule_equals_one_process():
     schedule = dynapipe.adaptive(times, sizes, 6)
     assert schedule.ranks != one_f_one_b(4, 6).ranks
     assert pipeline_difference(problem, dict(dp=1, pp=4), schedule, one_process(problem)) < TOLERANCE
-
-
-def test_padding_less_changes_no_gradient():
-    """Microbatches padded to their own longest sample have the gradients of one batch padded to all's."""
-    (tokens, targets), model = padded(), GPT(small(), seed=3, dtype=torch.float64)
-
-    def gradients(groups):
-        model.zero_grad()
-        for group in groups:
-            rows, longest = list(group), max(LENGTHS[sample] for sample in group)
-            loss = cross_entropy_sum(model(tokens[rows, :longest]), targets[rows, :longest])
-            (loss / sum(LENGTHS)).backward()
-        return torch.cat([param.grad.flatten() for param in model.parameters()])
-
-    planned = dynapipe.microbatches(LENGTHS, time, stages=2).groups
-    assert len(planned) > 1
-    whole = gradients([range(len(LENGTHS))])
-    assert (gradients(planned) - whole).abs().max() < TOLERANCE
-    assert (gradients(planned[1:]) - whole).abs().max() > 1e-6  # the control: a microbatch is lost
 
 
 # ---- GraphPipe -------------------------------------------------------------------------------------------
@@ -299,7 +266,7 @@ def random_model(draw, names):
     return [*before, Parallel(tuple(inner)), *(op() for _ in range(draw.randint(0, 2)))]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_graphpipe_planner_equals_all_partitions(seed):
     draw = random.Random(seed)
     model, m, devices = random_model(draw, iter("abcdefghijk")), draw.choice([2, 4, 8]), 4

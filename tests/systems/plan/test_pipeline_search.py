@@ -139,23 +139,6 @@ def known_v(shape, p):
     return kinds, tuple(at[kind.letter, kind.stage] for kind in kinds)
 
 
-def test_what_filling_by_the_pattern_costs():
-    """Against the shortest schedule of as much memory: nothing for lines and for a V of split backwards, one
-    backward and one forward for a V of whole ones."""
-    for place, costs, split, longer in [
-        ([0, 1], WHOLE, False, (0, 0, 0)),
-        ([0, 1, 2], Costs(), True, (0, 0, 0)),
-        ([0, 1, 1, 0], Costs(), True, (0, 0, 0)),
-        ([0, 1, 1, 0], WHOLE, False, (0, 3, 3)),
-    ]:
-        pattern = repetend(place, costs, split=split)
-        for m, more in zip((1, 2, 3), longer):
-            ours = unroll(pattern, m)
-            least = [place.count(rank) for rank in range(1 + max(place))]
-            found = shortest(place, m, costs, list(map(max, peaks(ours), least)), split=split)
-            assert simulate(ours, costs).makespan - found.time == more, (place, m)
-
-
 def orders(kinds, of, counts, goal):
     """Every order of a rank's actions that brings the kinds `of` from some counts to others."""
     if all(counts[k] == goal[k] for k in of):
@@ -225,55 +208,3 @@ def test_warm_up_and_cool_down_are_the_best_of_all(place, m, split, costs):
         found = completed(pattern, m, limits)
         assert simulate(found, costs).makespan == best <= simulate(unroll(pattern, m), costs).makespan
         assert all(held <= limit for held, limit in zip(peaks(found), limits or holds))
-
-
-@pytest.mark.parametrize(
-    "place, m, F, B, stage",
-    [
-        ([0, 1, 2, 1], 2, 2, 2, {0: 2, 1: 4, 2: 3, 3: 3}),
-        ([0, 1, 2, 0], 2, 1, 1, {0: 2, 1: 1, 2: 2, 3: 3}),
-        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 4, 2: 4}),
-        ([0, 1, 0], 3, 1, 1, {0: 3, 1: 1, 2: 1}),
-    ],
-)
-def test_unequal_stages_are_completed_as_fast_as_any_list_could(place, m, F, B, stage):
-    """Where it matters which partial orders stay (the first two) and where the window is cut (the others)."""
-    costs = Costs(F=F, B=B, stage=stage)
-    pattern = repetend(place, costs)
-    limits = [max(held, place.count(rank)) for rank, held in enumerate(peaks(unroll(pattern, m)))]
-    found = simulate(completed(pattern, m, limits), costs).makespan
-    assert found == shortest(place, m, costs, limits).time <= simulate(unroll(pattern, m), costs).makespan
-
-
-def test_completing_a_pattern_costs_the_same_for_any_number_of_microbatches():
-    """A V of whole backwards: a forward and a backward less than by the pattern's times, and one period each more.
-    Nor is there more to look at."""
-    pattern = repetend([0, 1, 1, 0], WHOLE)
-    ends = {m: simulate(completed(pattern, m), WHOLE).makespan for m in (3, 4, 8, 20)}
-    assert ends == {m: 6 * m + 4 for m in ends}
-    assert all(simulate(unroll(pattern, m), WHOLE).makespan == 6 * m + 7 for m in ends)
-    for m in (4, 20):
-        completed(pattern, m, most=60)
-        with pytest.raises(ValueError, match="more than 10 partial orders"):
-            completed(pattern, m, most=10)
-
-
-def test_the_most_may_be_reached():
-    for place, limit, most in (([0, 1], 2, 5), ([0, 1, 1, 0], None, 9), ([0, 1, 2], 2, 686)):
-        repetend(place, WHOLE, limit, most=most)
-        with pytest.raises(ValueError, match=f"more than {most - 1} patterns"):
-            repetend(place, WHOLE, limit, most=most - 1)
-    pattern = repetend([0, 1], limit=2)
-    completed(pattern, 4, most=6)
-    with pytest.raises(ValueError, match="more than 5 partial orders"):
-        completed(pattern, 4, most=5)
-
-
-def test_patterns_keep_to_the_limit():
-    line = [repetend(range(4), Costs(), limit, split=True) for limit in (2, 3, 4)]
-    assert [pattern.period for pattern in line] == [5, 4, 3]
-    assert [max(peaks(unroll(pattern, 16))) for pattern in line] == [2, 3, 4]
-    assert repetend(range(4), Costs(), [4, 3, 2, 1], split=True).period == 3
-    assert repetend(range(2), WHOLE, 1).period == 6
-    for limit in (3, 4):
-        assert max(peaks(unroll(repetend([0, 1, 1, 0], Costs(), limit, split=True), 9))) <= limit

@@ -95,14 +95,6 @@ def test_a_stage_waits_for_what_does_not_cross_in_time():
     assert offloaded(actions, 40, 10, away=[]) == (8, 2)
 
 
-def test_what_is_held_at_once_by_hand():
-    """F0 F1 F2 B2 B1 B0 of 2: 0 leaves from 2 on, 1 from 4; 1 comes back from 6 on, 0 from 8. A place that one
-    leaves is another's at once; what is on its way back has its place."""
-    actions = [("F", 0, 2), ("F", 1, 2), ("F", 2, 2), ("B", 2, 2), ("B", 1, 2), ("B", 0, 2)]
-    assert offloaded(actions, 20, 10) == (12, 2) and offloaded(actions, 0, 10) == (12, 2)
-    assert offloaded(actions[:1] + actions[-1:], 0, 10) == (4, 1)
-
-
 def test_one_link_carries_one_stage_at_a_time():
     """Four forwards that take 1, copies that take 3: the second forward behind the first waits for neither,
     the third until the first has left."""

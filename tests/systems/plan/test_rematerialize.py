@@ -158,20 +158,6 @@ def test_a_stage_computes_in_order_and_each_node_once():
         checkmate(nodes, 15)
 
 
-def test_a_place_reached_early_in_a_stage_is_not_beaten_by_one_reached_late():
-    """The optimum is that of Checkmate's program in a solver (HiGHS); 7 nodes are too many for brute force."""
-    costs = (6, 8), (2, 4), (6, 8), (5, 7), (8, 2), (8, 7), (9, 1)
-    inputs = (), (0,), (0, 1), (0, 2), (0, 1), (2, 4), (0, 1, 3)
-    assert checkmate([Node(*cost, some) for cost, some in zip(costs, inputs)], 25).cost == 59
-
-
-def test_scratch_counts_only_while_a_node_is_computed():
-    nodes = [Node(1, 2, (), 5), Node(1, 2, (0,), 3), Node(1, 2, (0, 1))]
-    assert checkmate(nodes, 7).peak == 7
-    with pytest.raises(ValueError, match="node 0 alone needs 7"):
-        checkmate(nodes, 6)
-
-
 def test_a_chain_of_equal_layers():
     """With room for everything nothing is computed again; the chain's graph is the one written by hand."""
     assert checkmate_chain([1] * 6, [1] * 6, 20).extra == 0

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from minitrain import collectives, launch
 from minitrain.ranks.collectives import all_gather, reduce_scatter
-from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.communication.algorithms import ring_all_reduce
@@ -181,29 +180,6 @@ def expected_bytes(choice, size, cluster, microbatches, element_bytes, steps=1):
         (steps * sent.intra_bytes + (two.intra_bytes - one.intra_bytes) / 3) * element_bytes / 2,
         (steps * sent.inter_bytes + (two.inter_bytes - one.inter_bytes) / 3) * element_bytes / 2,
     )
-
-
-@pytest.mark.parametrize("ranks,per_node,num_choices", [(8, 4, 20), (64, 8, 10)])
-def test_every_chain_of_8_ranks_and_every_word_of_64_send_the_formula(ranks, per_node, num_choices):
-    """Dry, two microbatches: AMSP's choices on 2 nodes of 4, PaRO's on 8 nodes of 8."""
-    cluster = Cluster(ranks, per_node)
-    space = amsp_choices(cluster) if ranks == 8 else list(paro_choices(cluster).values())
-    inside, across = (range(levels.bit_length() - 1) for levels in (per_node, ranks // per_node))
-
-    def rank():
-        mesh = Mesh(**{f"across{i}": 2 for i in across}, **{f"inside{i}": 2 for i in inside})
-        outcomes = []
-        for choice in space:
-            with Ledger() as ledger:
-                train(choice, mesh, torch.zeros(2, 2, 128), torch.zeros(128), 2)
-            levels = [("inside", inside), ("across", across)]
-            sent = (sum(ledger.sent_bytes(axis=f"{level}{i}") for i in axes) for level, axes in levels)
-            outcomes.append(tuple(sent))
-        return outcomes
-
-    assert len(space) == num_choices
-    for choice, sent in zip(space, dryrun.run(rank, rank=ranks // 2 + 1, ranks=ranks), strict=True):
-        assert sent == expected_bytes(choice, 128, cluster, 2, 4), choice
 
 
 # ---- the search ------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """INT4: Hadamard, steps, splitting and sampling each against its definition; the estimate's mean; layouts."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from minitrain import collectives, launch
 from minitrain.compose.passes import PRODUCTS
 from minitrain.model.config import ExpertsConfig
-from minitrain.precision.blocks import dequantize, quantize
+from minitrain.precision.blocks import dequantize
 from minitrain.precision.products import Scales
 from minitrain.ranks.events import Issue
 from minitrain.ranks.ledger import Ledger
@@ -31,36 +30,6 @@ def test_hadamard_is_its_own_inverse(width, block):
     assert (h[h != 0].abs() - block**-0.5).abs().max() < 1e-15
     x = normal(3, width)
     assert (int4.hadamard(x, max(block, 32)) - x @ h).abs().max() < 1e-14
-
-
-def test_an_outlier_is_spread_over_its_block():
-    """One channel 30 times as large: without H nothing is left of the numbers beside it."""
-    x = normal(64, 128, dtype=torch.float32)
-    x[:, 5] *= 30
-    assert int4.hadamard(x).abs().max() < x.abs().max() / 5  # towards sqrt(32) = 5.66
-    plain, spread = dequantize(int4.measured(x, ALONE, "MK")), int4.hadamard(dequantize(INT4.enter(x, ALONE)))
-    beside = torch.arange(128) != 5
-    errors = [(y - x)[:, beside].square().mean().sqrt().item() for y in (plain, spread)]
-    assert errors[0] > 0.95 and errors[1] < 0.5
-
-
-@pytest.mark.parametrize("draw, worse", [("randn", 1.03), ("cubes", 1.03), ("rand", 1.15)])
-def test_the_measured_step_is_the_one_that_is_learned(draw, worse):
-    """LSQ's own gradient, of the squared error, 300 steps of descent: its error is hardly smaller. Of evenly
-    spread numbers the best step lies between two of the nine."""
-    torch.manual_seed(0)
-    x = torch.randn(64, 64).double() ** 3 if draw == "cubes" else getattr(torch, draw)(64, 64).double()
-    step = (2 * x.abs().mean() / math.sqrt(7)).requires_grad_()  # where LSQ begins
-    optimizer = torch.optim.Adam([step], lr=0.01)
-    for _ in range(300):
-        scaled = (x / step).clamp(-7, 7)
-        error = ((scaled + (scaled.round() - scaled).detach()) * step - x).square().sum()
-        optimizer.zero_grad()
-        error.backward()
-        optimizer.step()
-    ours = (dequantize(int4.measured(x, ALONE, "MK"), torch.float64) - x).square().sum()
-    whole = (dequantize(quantize(x, int4.FOUR), torch.float64) - x).square().sum()
-    assert ours <= worse * error and ours <= whole
 
 
 def test_products_forward_are_of_integers_and_cost_half_a_byte():

@@ -10,7 +10,6 @@ from minitrain.systems.simulate.device_memory import (
     MiB,
     OutOfMemory,
     checkpointed,
-    comparison,
     growing,
     lifetimes,
     live_bytes,
@@ -131,22 +130,6 @@ def test_freed_blocks_join_their_free_neighbours():
     assert cache.memory.reserved_bytes == 120 * MiB  # segments do not join
 
 
-def test_what_is_freed_stays_reserved():
-    cache = allocator()
-    alloc(cache, a=100 * MiB)
-    cache.free("a")
-    assert (cache.allocated_bytes, cache.memory.reserved_bytes) == (0, 100 * MiB)
-    alloc(cache, b=90 * MiB)
-    assert calls(cache.memory, backing=True) == 1
-    cache.free("b")
-    cache.empty_cache()
-    assert cache.memory.reserved_bytes == 0 and calls(cache.memory, backing=False) == 1
-    assert alloc(cache, c=100 * MiB) == 0 and alloc(cache, d=10 * MiB) == 100 * MiB
-    cache.free("c")
-    cache.empty_cache()
-    assert alloc(cache, e=100 * MiB) == 0  # the lowest addresses with room, to the byte
-
-
 def test_out_of_memory_gives_back_whole_segments_and_tries_again():
     cache = allocator(100 * MiB)
     alloc(cache, a=40 * MiB, b=40 * MiB)
@@ -238,15 +221,6 @@ def test_expandable_segments_grow_by_pages_and_split_from_512_bytes():
     assert small.memory.reserved_bytes == 4 * MiB  # the small pool's pages have 2 MiB
 
 
-def test_the_end_of_an_expandable_segment_is_used_last():
-    """A free block that could grow counts as that large; of the two the hole is the better fit."""
-    cache = allocator(settings=EXPANDABLE)
-    alloc(cache, a=30 * MiB, b=25 * MiB, c=20 * MiB)  # 5 MiB of the last page are left
-    cache.free("a")
-    assert alloc(cache, d=4 * MiB) == 0
-    assert alloc(cache, e=26 * MiB + 512) == 75 * MiB  # no hole has room: the end, and pages more
-
-
 def test_expandable_segments_give_back_empty_pages_in_the_middle():
     """And fill them again before they grow."""
     cache = allocator(200 * MiB, EXPANDABLE)
@@ -262,34 +236,6 @@ def test_expandable_segments_give_back_empty_pages_in_the_middle():
     assert alloc(cache, l=20 * MiB) == 20 * MiB
     assert alloc(cache, m=20 * MiB) == 60 * MiB
     assert cache.retries == 1
-
-
-def test_a_range_has_an_eighth_more_addresses_than_the_device_memory():
-    """And when they are used up, another begins behind it."""
-    cache = allocator(100 * MiB, EXPANDABLE)
-    for name in "abcde":
-        alloc(cache, **{name: 20 * MiB})
-    cache.free("b")
-    cache.free("d")
-    assert alloc(cache, f=30 * MiB) == 120 * MiB
-    assert alloc(cache, g=10 * MiB) == 150 * MiB  # of the page begun there
-
-
-def test_a_page_that_a_block_needs_is_not_given_back():
-    cache = allocator(100 * MiB, EXPANDABLE)
-    alloc(cache, a=30 * MiB, b=60 * MiB)
-    cache.free("b")  # free from 30: its first page is shared with a
-    cache.empty_cache()
-    assert cache.memory.reserved_bytes == 40 * MiB
-    assert alloc(cache, c=65 * MiB) == 30 * MiB
-    assert cache.memory.reserved_bytes == 100 * MiB
-
-
-def test_nothing_is_nowhere():
-    cache = allocator()
-    cache.alloc(0, 0)
-    assert cache.pieces(0) == () and cache.memory.reserved_bytes == 0
-    cache.free(0)
 
 
 ALLOCATORS = {
@@ -338,14 +284,6 @@ def test_all_is_given_back_when_all_is_free(name):
         assert cache.memory.reserved_bytes == 0
 
 
-def test_only_what_is_in_no_block_can_be_missing():
-    """An allocator that stitches dies only when there is less than was asked for."""
-    for seed in range(6):
-        done = replay(drawn(seed, most=200 * MiB), StitchingAllocator(600 * MiB))
-        if done.died:
-            assert done.died.largest_bytes < done.died.requested_bytes
-
-
 def test_memory_fragmentation():
     """A request of 30 % of the memory fails while 32 % is free, in ten holes; 68 % is in use."""
     done = replay(BROKEN, CachingAllocator(CAPACITY))
@@ -364,16 +302,6 @@ def test_memory_fragmentation():
         event for event in BROKEN if event[1] < 10 or event[1] == 20
     ]  # control: without the work between
     assert replay(one_hole, CachingAllocator(CAPACITY)).died is None
-
-
-def test_comparison():
-    done = {"default": replay(BROKEN, CachingAllocator(CAPACITY))}
-    done["expandable"] = replay(BROKEN, CachingAllocator(CAPACITY, EXPANDABLE))
-    head, *rows = (line.split() for line in comparison(done).splitlines())
-    assert rows == [
-        ["default", "712", "712", "1,000", "71.2%", "10", "0", "event", "30"],
-        ["expandable", "980", "980", "980", "100.0%", "11", "0", "no"],
-    ]
 
 
 def test_expandable_segments():
@@ -429,24 +357,6 @@ def test_stitches_take_the_largest_holes_and_split_the_last():
     assert died.value.free_bytes == died.value.largest_bytes == 0
 
 
-def test_a_stitched_block_is_found_again_though_a_part_of_it_was_split():
-    cache = stitching(a=20, b=30)
-    cache.free("a")
-    cache.free("b")
-    cache.alloc("c", 50 * MiB)
-    cache.free("c")
-    cache.alloc("d", 10 * MiB)  # half of a
-    assert cache.pieces("d") == ((0, 10 * MiB),)
-    cache.alloc("e", 10 * MiB)  # the other half, exactly
-    cache.free("d")
-    with pytest.raises(KeyError):
-        cache.pieces("d")
-    cache.free("e")
-    cache.alloc("f", 50 * MiB)
-    assert cache.stitched == 1 and cache.memory.reserved_bytes == 50 * MiB
-    assert cache.pieces("f") == ((20 * MiB, 30 * MiB), (0, 10 * MiB), (10 * MiB, 10 * MiB))  # as it was
-
-
 def test_a_part_of_a_live_stitch_is_nobody_elses():
     cache = stitching(a=20, b=30)
     cache.free("a")
@@ -457,32 +367,6 @@ def test_a_part_of_a_live_stitch_is_nobody_elses():
     cache.alloc("e", 50 * MiB)
     assert not {at for at, _ in cache.pieces("d")} & {at for at, _ in cache.pieces("e")}
     assert cache.memory.reserved_bytes == 80 * MiB
-
-
-def test_the_two_pools_of_a_stitching_allocator_give_way_to_each_other():
-    cache = stitching()
-    for number in range(60):
-        cache.alloc(number, MiB)
-    for number in range(60):
-        cache.free(number)
-    cache.alloc("a", 50 * MiB)
-    cache.alloc("b", 40 * MiB)  # the device has too little: cached segments go back
-    cache.free("a")
-    cache.free("b")
-    cache.alloc("c", 90 * MiB)
-    cache.free("c")
-    for number in range(60):
-        cache.alloc(number, MiB)  # and free primitive blocks
-    with pytest.raises(OutOfMemory) as died:
-        cache.alloc("d", 90 * MiB)  # the stitch went with its parts
-    assert died.value.free_bytes == 40 * MiB
-
-
-def test_an_allocator_is_for_one_replay():
-    cache = CachingAllocator(GiB)
-    replay(BROKEN[:3], cache)
-    with pytest.raises(ValueError, match="make a new one"):
-        replay(BROKEN, cache)
 
 
 def test_lifetimes():

@@ -7,14 +7,7 @@ from fractions import Fraction
 import pytest
 
 from minitrain.systems.simulate import checkpoint_pipeline as pipeline
-from minitrain.systems.simulate.checkpoint_pipeline import (
-    SavePolicy,
-    State,
-    Work,
-    stall_formula_s,
-    stall_s,
-    train,
-)
+from minitrain.systems.simulate.checkpoint_pipeline import State, Work, stall_formula_s, stall_s, train
 
 WORK, STATE = Work(3, 6, 1), State(20, 40)
 WAYS = {
@@ -74,34 +67,12 @@ def test_stalls_by_hand():
     assert stalls["fastpersist, 1 buffer"] == 60 - 9
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 7])
-def test_a_snapshot_waits_for_the_write_before(every):
-    """Three saves of 4 + 40 s every so many steps of 10 s: the second and third wait until the disk is free."""
-    played = train(WORK, State(4, 40), pipeline.snapshot_stall(), 3 * every + 1, every)
-    assert played.stall("train") == 3 * 4 + 2 * max(0, 40 - 10 * every)
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 6, 7])
 def test_checkfreq_waits_in_the_long_run_for_the_slower_of_two(every):
     """A save's stall, once many have passed: the copy that does not hide, or what saves take beyond the steps."""
     state = State(12, 45)
     played = [train(WORK, state, pipeline.checkfreq(), n * every + 1, every).stall("train") for n in (9, 10)]
     assert played[1] - played[0] == max(0, 12 - 9, 12 + 45 - 10 * every)
-
-
-def test_lightcheck_stalls_less_than_a_whole_snapshot():
-    """Only what the last layer's copy lacks; the copy of the first begins before the step has ended."""
-    whole = [stall_s(*drawn(seed), pipeline.checkfreq()) for seed in range(30)]
-    for layers in (2, 4, 8):
-        by_layer = [stall_s(*drawn(seed), pipeline.lightcheck(layers)) for seed in range(30)]
-        assert all(a < b for a, b in zip(by_layer, whole) if b) and max(by_layer) > 0
-    played = train(WORK, STATE, pipeline.lightcheck(4), 2)
-    last = played.tasks["copy 0.3"].amount
-    left = played.start("U 1.3") - played.start("copy 0.3") - played.stall("train")
-    assert played.stall("train") == last - left > 0
-    assert played.start("copy 0.0") < played.end("U 0.3")
-    first_update = played.tasks["U 1.0"].after, played.tasks["U 1.3"].after
-    assert first_update == (("copy 0.0",), ("copy 0.3",)), "each waits for its own copy alone"
 
 
 def test_datastates_waits_only_when_its_buffer_is_full():
@@ -116,30 +87,3 @@ def test_datastates_waits_only_when_its_buffer_is_full():
         assert (played.stall("train") == 0) == (buffers == 6)
     stalls = [stall_s(WORK, state, pipeline.datastates(6, buffers)) for buffers in (1, 2, 3, 4, 5, 6)]
     assert stalls == sorted(stalls, reverse=True) and stalls[-1] == 0
-
-
-@pytest.mark.parametrize("state", [State(20, 40), State(40, 20), State(30, 30)])
-def test_torchsnapshot_takes_the_slower_and_a_chunk_of_the_faster(state):
-    for chunks in (1, 2, 5, 10):
-        played = train(WORK, state, pipeline.torchsnapshot(chunks), 2)
-        took = played.start("F 1") - played.end("U 0.0")
-        assert took == max(state) + Fraction(min(state), chunks)
-        assert played.start("write 0.0") == played.end("copy 0.0"), "after the first chunk"
-        copied = played.end(f"copy 0.{chunks - 1}") - played.start("copy 0.0")
-        assert copied == state.copy_s, "there is room for all on the host"
-    assert stall_s(WORK, State(*(Fraction(t, 8) for t in state)), pipeline.torchsnapshot(5)) * 8 == stall_s(
-        WORK, state, pipeline.torchsnapshot(5)
-    ), "a replica that writes an eighth waits an eighth"
-
-
-def test_fastpersist_fills_one_buffer_while_it_writes_the_other():
-    """A save takes fill + (n - 1)·max(fill, write) + write; with one buffer n·(fill + write)."""
-    for fill, write in ((2, 5), (5, 2), (3, 3)):
-        for chunks in (2, 6):
-            state = State(chunks * fill, chunks * write)
-            two, one = (train(WORK, state, pipeline.fastpersist(chunks, b), 2) for b in (2, 1))
-            last = f"write 0.{chunks - 1}"
-            assert two.end(last) - two.start("copy 0.0") == fill + (chunks - 1) * max(fill, write) + write
-            assert one.end(last) - one.start("copy 0.0") == chunks * (fill + write)
-            assert two.start("U 1.0") >= two.end(last), "on disk before the next update"
-    assert pipeline.fastpersist(6) == SavePolicy("write", "update", 6, 2)

@@ -1,16 +1,10 @@
 """What the chapter on checkpoints breaks saves with does what it says."""
 
-import threading
-import types
-
 import pytest
-import torch
 
 from minitrain import launch
 from minitrain.checkpoint.disk import new_file
-from minitrain.checkpoint.snapshot import Snapshot
 from minitrain.ranks.launch.report import RankError
-from minitrain.ranks.pieces import whole_piece
 from minitrain.systems.simulate import crashes
 from minitrain.systems.simulate.crash_model import Model, Recorder, read_tree
 
@@ -35,26 +29,6 @@ def test_every_call_is_a_death_and_a_write_has_written_half(tmp_path):
     with pytest.raises(crashes.Died):
         write(prepare(), crashes.Mortal(2, by_signal=False))
     assert (tmp_path / "a").read_bytes() == (b"new" * 400)[:600]
-
-
-def test_other_calls_are_deaths_before_they_are_done(tmp_path):
-    write(tmp_path, crashes.Disk())
-    for call in (
-        lambda disk: disk.rename(tmp_path / "a", tmp_path / "b"),
-        lambda disk: disk.remove(tmp_path / "a"),
-        lambda disk: disk.make_folder(tmp_path / "c"),
-        lambda disk: disk.sync_folder(tmp_path),
-    ):
-        disk = crashes.Mortal(1, by_signal=False)
-        with pytest.raises(crashes.Died):
-            call(disk)
-        assert len(disk.calls) == 1 and [path.name for path in tmp_path.iterdir()] == ["a"]
-    disk = crashes.Mortal()
-    disk.make_folder(tmp_path / "c")
-    disk.rename(tmp_path / "a", tmp_path / "b")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c"]
-    disk.remove(tmp_path / "b")
-    assert disk.calls == ["make c", "rename to b", "remove b"] and not (tmp_path / "b").exists()
 
 
 def test_a_signal_kills_the_process(tmp_path):
@@ -84,37 +58,6 @@ def test_flips_change_one_bit_and_put_it_back(tmp_path):
     assert crashes.flips(path, lambda: path.read_bytes()) == {b"`bc": 1, b"a`c": 1, b"abg": 1}
     assert path.read_bytes() == b"abc"
     assert len(crashes.flips(path, lambda: path.read_bytes(), every_bit=True, first=1, last=2)) == 8
-
-
-def test_a_held_copy_goes_as_far_as_it_may():
-    values = [torch.ones(4), torch.ones(4)]
-    snapshot = Snapshot("cpu")
-    held = crashes.SlowCopy(snapshot, 1)
-    snapshot.begin([whole_piece(f"parameters/{n}", value) for n, value in enumerate(values)])
-    thread = threading.Thread(target=snapshot.copy)
-    thread.start()
-    held.reached()
-    assert snapshot.copied == 1 and snapshot.missing_bytes() == 16
-    held.allow(2)
-    snapshot.wait()
-    thread.join()
-    assert snapshot.missing_bytes() == 0
-
-
-def test_no_more_blocks_are_copied_than_are_allowed(monkeypatch):
-    monkeypatch.setattr(crashes, "PATIENCE_S", 0.01)
-    moved = []
-    snapshot = types.SimpleNamespace(move=lambda *block: moved.append(block), copied=0)
-    held = crashes.SlowCopy(snapshot)
-    for allowed in (0, 1):
-        held.allow(allowed)
-        snapshot.copied = allowed
-        with pytest.raises(RuntimeError, match=f"^nobody allowed more than {allowed} blocks$"):
-            snapshot.move(allowed)
-        snapshot.copied = allowed - 1
-        if allowed:
-            snapshot.move("a block", 5)
-    assert moved == [("a block", 5)]
 
 
 def test_what_a_power_cut_may_leave_of_a_file_is_listed_by_hand():

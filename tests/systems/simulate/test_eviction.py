@@ -76,27 +76,6 @@ def test_the_neighbourhood_is_what_a_search_finds():
             assert neighbourhood(block) >= block.cost + sum(other.cost for other in around)
 
 
-def test_what_is_made_again_leaves_the_sum_and_is_fresh():
-    evictor = Evictor()
-    x = evictor.constant(1)
-    (a,) = evictor.run("a", [x], [1], 10)
-    (b,) = evictor.run("b", [a], [1], 20)
-    assert (a.used, b.used) == (30, 30), "an input is used when its reader runs"
-    evictor.evict(a)
-    assert neighbourhood(b) == 30
-    evictor.restore(a)
-    assert neighbourhood(b) == 20 and a.used == 40
-    evictor.evict(a)
-    evictor.evict(b)
-    (c,) = evictor.run("c", [b], [1], 5)
-    assert neighbourhood(c) == 5 and evictor.clock == 75, "both were needed and are there"
-    evictor.evict(a)
-    evictor.evict(b)
-    assert neighbourhood(c) == 5 + 20 + 10
-    evictor.restore(a)
-    assert neighbourhood(c) == 5 + 20
-
-
 def test_what_is_released_while_it_is_read_stays_and_who_is_gone_costs_nothing():
     evictor, found = Evictor(), []
     (read,) = evictor.run("read", [], [4], 1)
@@ -170,16 +149,6 @@ def test_rules_by_hand():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", ["dtr", "local"])
-def test_bytes_and_staleness_are_multiplied(rule):
-    """12 for 3 bytes, 9 ago, is .44, and 8 for 10 bytes that are new .8; by their sums it would be 1 and .73."""
-    evictor = Evictor(14, rule)
-    x = evictor.constant(1)
-    (small,), (large,) = evictor.run("small", [x], [3], 12), evictor.run("large", [x], [10], 8)
-    evictor.run("next", [x], [1], 1)
-    assert (small.resident, large.resident) == (False, True)
-
-
 def test_the_neighbourhood_protects_what_much_depends_on():
     """Two equal results, one between evicted ones: evicting it too would make a long chain to run again."""
     victims = {}
@@ -205,12 +174,6 @@ def test_a_chain_by_hand():
     assert simulate(chain(3), Evictor(4)).recomputed > 0
     with pytest.raises(ValueError, match="backward 2 asks for 1 bytes beside 3 that cannot go"):
         simulate(chain(3), Evictor(3))
-
-
-def test_a_static_plan_by_hand():
-    """16 layers, every 4th result kept: x4 x8 x12, four of a segment, two gradients, x0; 3 forwards a segment."""
-    evictor = simulate(chain(16, every=4), Evictor())
-    assert (evictor.operators, evictor.peak_bytes) == (2 * 16 + 4 * 3, 1 + 3 + 3 + 2)
 
 
 def test_static_vs_dynamic_eviction():
@@ -355,27 +318,3 @@ def test_what_was_evicted_beside_the_hole_is_stranded_and_held_by_nobody():
         del new
         assert seen() is None and all(block.resident for block in kept)
     assert cheapest_window([(5, 1), (5, 1), (9, 1)], 5) == (0, 1)
-
-
-def test_free_bytes_that_are_not_side_by_side():
-    """A request of 30 of 100 with 46 free dies where nothing may go, and says so."""
-    evictor = BestFit(100)
-    kept = [evictor.constant(15)]
-    holes = []
-    for _ in range(3):
-        holes.append(evictor.run("hole", [], [15], 1)[0])
-        kept.append(evictor.constant(13))
-    for hole in holes:
-        evictor.release(hole)
-    assert [end - start for start, end in evictor.holes()] == [15, 15, 15, 1]
-    with pytest.raises(
-        ValueError, match="large asks for 30 bytes; 46 are free, at most 15 side by side; raise"
-    ):
-        evictor.run("large", [], [30], 1)
-
-
-def test_coop_puts_cheap_results_together():
-    evictor = Coop(100)
-    places = [evictor.run("op", [], [10], cost)[0] for cost in (5, 500, 20, 900)]
-    assert [block.place for block in places] == [0, 90, 10, 80]
-    assert evictor.constant(5).place == 20

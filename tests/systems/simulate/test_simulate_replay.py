@@ -1,19 +1,16 @@
 """The replay: hand-made timelines, an independent longest path, and what must hold for every program."""
 
-import json
 from dataclasses import replace as changed
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.simulate import collectives
 from minitrain.plan.simulate.machines import GB, Device, Link, Machine, machine
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.systems.simulate.links import Task, play
-from minitrain.systems.simulate.replay import Wires, _Transfer, replay
-from minitrain.systems.simulate.timeline import join, length, outside
+from minitrain.systems.simulate.replay import replay
 
 DEVICE = Device("test", {"float32": 1e12, "bfloat16": 4e12}, 1e9, 1e9, "made up")
 # Nothing but whole seconds: an operator of x TFLOP takes x s, and what the wires carry takes bytes / 1e9 s.
@@ -135,15 +132,6 @@ def messages(sends, latency=0.0, devices=64):
     return {s.event.members: round(s.end_s, 9) for rank in programs for s in timeline.transfers(rank)}
 
 
-def test_an_end_moves_with_who_comes_and_who_goes():
-    """The example in replay.py."""
-    wires, wire = Wires(), ((0, "out", "from"),)
-    a, b = _Transfer(None, wire, 2.0), _Transfer(None, wire, 2.5)
-    assert wires.join(a, 0.0) == [] and a.end_s == 2
-    assert set(wires.join(b, 1.0)) == {a, b} and (a.end_s, b.end_s) == (3, 4)
-    assert wires.leave(a, 3.0) == [b] and b.end_s == 3.5
-
-
 def test_who_shares_a_wire():
     """Messages of one rank share its way out, those to one rank its way in; both ways of a rank do not meet."""
     assert messages([(0, 1, 2, 0), (0, 2, 2, 1)]) == {(0, 1): 3, (0, 2): 4}
@@ -157,19 +145,6 @@ def test_who_shares_a_wire():
     # rank 0's links and its share of the cards are two wires
     assert messages([(0, 1, 2, 0), (0, 2, 2, 0)], devices=2) == {(0, 1): 2, (0, 2): 2}
     assert messages([(0, 2, 2, 0), (0, 4, 2, 0)], devices=2) == {(0, 2): 4, (0, 4): 4}
-
-
-def test_two_sums_over_one_card():
-    """1 GB each over 64 A100: together as long as in turn. The second starts later: the first is done sooner."""
-    a100, ends = machine("a100"), {}
-    for late, sharing in ((0, True), (0, False), (1, True)):
-        program = Program()
-        program.issue("all_reduce", "dp", tuple(range(0, 64, 8)), 10**9)
-        program.events.append(Compute("add", 0, int(late * 0.03 * 2039e9)))
-        program.issue("all_reduce", "ep", tuple(range(0, 64, 8)), 10**9)
-        timeline = replay({0: program.events}, a100, algorithms={"all_reduce": "ring"}, sharing=sharing)
-        ends[late, sharing] = [round(span.end_s, 3) for span in timeline.transfers(0)]
-    assert ends == {(0, True): [0.14, 0.14], (0, False): [0.07, 0.07], (1, True): [0.11, 0.14]}
 
 
 def test_two_groups_share_a_network_card():
@@ -218,26 +193,6 @@ def test_the_algorithm_can_be_fixed():
     placement = collectives.place(range(64), machine("h100"))
     ring = collectives.seconds("all_reduce", 100, placement, "ring")
     assert times["ring"] == ring > times["tree"] >= times["auto"]
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_pipeline_bubble_equals_the_paper(name):
-    """Activations go down, gradients come back."""
-    p, m = 4, 8
-    programs = {stage: Program() for stage in range(p)}
-    for stage, actions in enumerate(named(name, p, m).ranks):
-        program = programs[stage]
-        for kind, _, microbatch in actions:
-            source, destination = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
-            if 0 <= source < p:
-                program.wait(program.issue("receive", "pp", (source, stage), 0, microbatch))
-            program.compute(1 if kind == "F" else 2)
-            if 0 <= destination < p:
-                program.issue("send", "pp", (stage, destination), 0, microbatch)
-    timeline = replay({stage: program.events for stage, program in programs.items()}, UNIT)
-    assert timeline.step_s == close(33)  # (m + p - 1)(F + B)
-    assert all(account.idle_s == close(9) for account in timeline.accounts.values())
-    assert timeline.idle_s / timeline.step_s == close((p - 1) / (m + p - 1)) == close(3 / 11)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------
@@ -309,7 +264,6 @@ def test_other_errors():
 # computation that differs by rank; a call is waited for at once or some steps later.
 INSIDE, OUTSIDE = Link("in", 1e-3, 5 * GB, "made up"), Link("out", 4e-3, 2 * GB, "made up")
 GRID = Machine("grid", DEVICE, 2, INSIDE, OUTSIDE, 1)  # both ranks of a node share its card
-FULL = changed(GRID, nics_per_node=2)  # each has one
 GROUPS = {"dp": lambda r: (r % 2, r % 2 + 2), "tp": lambda r: (r - r % 2, r - r % 2 + 1)}
 GROUPS["world"] = lambda r: range(4)
 OPERATIONS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -370,57 +324,6 @@ def compute_s(event):
     return max(event.flops / 1e12, event.bytes / 1e9)
 
 
-def transfer_s(event, grid=GRID):
-    return collectives.seconds(event.op, event.payload_bytes, collectives.place(event.members, grid))
-
-
-def longest_path(events, in_order, grid=GRID):
-    """Relax every constraint until nothing moves. Shares nothing with the replay but the costs.
-
-    With `in_order`, transfers of one group follow each other; without, only what waits and computation force
-    remains."""
-    ends, step = {}, 0.0
-    while True:
-        before = dict(ends)
-        arrivals = {}
-        for rank, mine in events.items():
-            now, keys = 0.0, {}
-            for event in mine:
-                if isinstance(event, Compute):
-                    now += compute_s(event)
-                elif isinstance(event, Wait):
-                    now = max(now, ends.get(keys[event.id], 0.0))
-                else:
-                    key = keys[event.id] = event.axis, event.members, event.seq
-                    arrivals.setdefault(key, []).append((now, event))
-            step = max(step, now)
-        for (axis, members, seq), came in arrivals.items():
-            previous = ends.get((axis, members, seq - 1), 0.0) if in_order else 0.0
-            event = came[0][1]
-            latency = transfer_s(changed(event, payload_bytes=0), grid) if event.op in MESSAGE else 0.0
-            ready = max(previous, *(now + latency for now, _ in came), 0.0)
-            ends[axis, members, seq] = ready + transfer_s(event, grid) - latency
-        if ends == before:
-            return max([step, *ends.values()])
-
-
-def everything_in_turn(events):
-    every = [event for mine in events.values() for event in mine]
-    transfers = {(e.axis, e.members, e.seq): transfer_s(e) for e in every if isinstance(e, Issue)}
-    return sum(transfers.values()) + sum(compute_s(e) for e in every if isinstance(e, Compute))
-
-
-@settings(max_examples=60)
-@given(programs)
-def test_between_the_critical_path_and_everything_in_turn(program):
-    events = written(program)
-    apart, step = (replay(events, GRID, sharing=sharing).step_s for sharing in (False, True))
-    assert longest_path(events, in_order=False) <= apart + 1e-9
-    assert apart == close(longest_path(events, in_order=True))
-    assert longest_path(events, in_order=False, grid=FULL) <= step + 1e-9
-    assert step <= everything_in_turn(events) + 1e-9
-
-
 def as_tasks(events):
     """The program for the other player, that of links.py, which knows work and copies only: a task for each
     event of a rank, and two for a transfer, whose latency takes no wire."""
@@ -469,33 +372,6 @@ def test_the_player_of_links_agrees(program):
             assert span.end_s == close(run.end(f"{span.event.axis} {span.event.members} {span.event.seq}"))
 
 
-@settings(max_examples=40)
-@given(programs)
-def test_no_wire_carries_more_than_it_can(program):
-    """Of all that begins and ends within a time, the seconds that it needs alone fit in."""
-    ways = {"all_reduce": "ring", "all_gather": "ring", "reduce_scatter": "ring", "broadcast": "ring"}
-    timeline = replay(written(program), GRID, algorithms=ways | {"all_to_all": "pairwise"})
-    carried = {}
-    for event, start, end in {
-        (span.event, span.start_s, span.end_s) for r in range(4) for span in timeline.transfers(r)
-    }:
-        if event.op == "receive":
-            continue  # its send has been counted
-        place, way = collectives.place(event.members, GRID), ways.get(event.op, "auto")
-        latency, whole = (collectives.seconds(event.op, n, place, way) for n in (0, event.payload_bytes))
-        begin = start + latency * (event.op not in MESSAGE)
-        alone = (whole - latency) / (2 if (place.nodes, place.most) == (2, 1) else 1)
-        assert end - begin >= alone - 1e-9
-        for wire, load in wires_of(event).items():
-            needed = (whole - latency) * load / (2 if wire.startswith("card") else 1)
-            carried.setdefault(wire, {})[event.axis, event.members, event.seq] = begin, end, needed
-    for here in (list(of.values()) for of in carried.values()):
-        for begin, *_ in here:
-            for _, end, _ in here:
-                inside = sum(needed for a, b, needed in here if a >= begin and b <= end)
-                assert inside <= max(0.0, end - begin) + 1e-9
-
-
 MESSAGE = "send", "receive"
 
 
@@ -528,27 +404,6 @@ def test_the_parts_add_up_and_bytes_are_kept(program):
         assert len({(s.start_s, s.end_s) for s in spans}) == 1  # all members start and end together
 
 
-@settings(max_examples=60)
-@given(programs)
-def test_overlap_never_makes_a_step_longer(program):
-    both = (written(program, blocking=blocking) for blocking in (False, True))
-    beside, in_turn = (replay(events, GRID, sharing=False).step_s for events in both)
-    assert beside <= in_turn + 1e-9
-
-
-@settings(max_examples=60)
-@given(programs, st.floats(1, 50), st.floats(1, 50), st.floats(1, 50))
-def test_a_faster_machine_never_makes_a_step_longer(program, rate, latency, compute):
-    fast = changed(
-        GRID,
-        device=changed(DEVICE, peak_flops={"float32": 1e12 * compute}),
-        intra=Link("in", 1e-3 / latency, 5 * GB * rate, ""),
-        inter=Link("out", 4e-3 / latency, 2 * GB * rate, ""),
-    )
-    events = written(program)
-    assert replay(events, fast, sharing=False).step_s <= replay(events, GRID, sharing=False).step_s + 1e-9
-
-
 @settings(max_examples=40)
 @given(programs, st.permutations(range(4)))
 def test_equal_input_equal_output_whatever_the_order_of_ranks(program, order):
@@ -566,52 +421,5 @@ def test_one_rank_stands_for_all_that_are_in_step(program):
     assert replay({2: events[2]}, GRID).step_s == close(replay(events, GRID).step_s)
 
 
-@settings(max_examples=20)
-@given(program=programs)
-def test_chrome_trace(tmp_path_factory, program):
-    path = tmp_path_factory.mktemp("trace") / "step.json"
-    timeline = replay(written(program), GRID)
-    assert timeline.to_chrome_trace(path) == path
-    first = path.read_bytes()
-    assert timeline.to_chrome_trace(path).read_bytes() == first
-    events, lanes = json.loads(first)["traceEvents"], {}
-    names = {(event["name"], event["pid"], event["tid"]) for event in events if event["ph"] == "M"}
-    complete = [event for event in events if event["ph"] == "X"]
-    for event in complete:
-        thread = event["pid"], event["tid"]
-        assert event["cat"] in ("compute", "transfer", "wait") and event["ts"] >= 0 and event["dur"] >= 0
-        assert {("thread_name", *thread), ("process_name", event["pid"], 0)} <= names
-        # Perfetto draws what overlaps on one thread as nested: nothing may.
-        assert event["ts"] >= lanes.get(thread, 0.0) - 2e-3
-        lanes[thread] = event["ts"] + event["dur"]
-    assert len(complete) == sum(len(spans) for spans in timeline.spans.values())
-
-
-def test_long_runs_are_linear():
-    # 240,000 events in one pass: a quadratic replay would never end. A group of 16,384 is hashed once, not
-    # per call.
-    members, events = tuple(range(16_384)), []
-    for id in range(20_000):
-        events += [
-            Compute("mm", 10**9, 10**6, "backward", "bfloat16"),
-            Wait(id - 1) if id else work(0),
-            Issue(id, "all_reduce", "dp", members, 10**6, 2 * 10**6, id, "train.py:1"),
-        ]
-    timeline = replay({rank: events for rank in range(4)}, machine("h100"), dtype="bf16")
-    assert sum(len(timeline.transfers(rank)) for rank in range(4)) == 80_000
-
-
 span = st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda pair: (pair[0], sum(pair)))
 spans = st.lists(span, max_size=12)
-
-
-@given(spans, spans)
-def test_intervals_against_counting_moments(intervals, covers):
-    covered = join(covers)
-    moments = {m for start, end in intervals for m in range(start, end)}
-    hidden = {m for start, end in covers for m in range(start, end)}
-    assert {m for start, end in join(intervals) for m in range(start, end)} == moments
-    assert length(join(intervals)) == len(moments)
-    free = outside(join(intervals), covered)
-    assert {m for start, end in free for m in range(start, end)} == moments - hidden
-    assert length(free) == len(moments - hidden)

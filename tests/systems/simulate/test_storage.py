@@ -18,16 +18,6 @@ def hits(reads):
     return sum(hit for _, hit in reads)
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 50, 99])
-def test_lru_finds_nothing_in_a_single_epoch(capacity):
-    cache = LRU(capacity)
-    assert hits(read_epoch(shuffled(100, 0), cache)) == 0
-    scan = LRU(capacity)  # the same order again: the sample wanted is always the one just thrown out
-    assert hits([*read_epoch(range(100), scan), *read_epoch(range(100), scan)]) == 0
-    whole = LRU(100)  # control: a cache that holds all finds all the second time
-    assert hits([*read_epoch(range(100), whole), *read_epoch(range(100), whole)]) == 100
-
-
 @pytest.mark.parametrize(
     "read_time, step_time", [(7, 2), (6, 2), (1, 3), (Fraction(10, 3), Fraction(1, 7)), (5, 5)]
 )
@@ -47,10 +37,6 @@ def test_reading_ahead_cannot_replace_bandwidth():
     for depth in (4, 40):  # 2 streams bring two samples every 6 s, two steps take 4 s
         assert stalls([6] * 400, 2, depth, streams=2) == [6, 0] + [2, 0] * 199
     assert sum(stalls([6] * 400, 2, 4, streams=3)[1:]) == 0  # control: 3 streams are just enough
-
-
-def test_hits_need_no_stream():
-    assert stalls([0, 9, 0, 0], 3, depth=3, streams=1) == [0, 6, 0, 0]
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
@@ -111,12 +97,6 @@ def test_fluid(threshold):
 
 def test_fluid_stays_at_the_most_when_nothing_is_enough():
     assert list(islice(autoscale(lambda capacity: 1, 60, 1), 20)) == [60] * 20, "1 is not below 1"
-
-
-def test_fluid_epoch_by_epoch():
-    """A stall of 10 - size is below 7 from 4 on: all, half, a quarter more, one less; and each tenth epoch 3 again."""
-    found = list(islice(autoscale(lambda size: 10 - size, 6, 7), 24))
-    assert found == [6, 2, 4, 3, *[*[4] * 9, 3] * 2]
 
 
 def test_fluid_needs_no_cache_when_nothing_stalls():

@@ -39,14 +39,6 @@ def test_tmof(copy_s):
     assert same.carried("to host") == disjoint.carried("to host") == 8 * 5 * copy_s, "as many bytes leave"
 
 
-@pytest.mark.parametrize("copy_s", [5, 6, 8, 12])
-def test_a_link_that_is_too_slow_for_both_is_still_used_better(copy_s):
-    """Total stall of both, where no choice of sets can hide it all."""
-    same, disjoint = forward(SAME, copy_s), forward(DISJOINT, copy_s)
-    total = [sum(run.stall(f"device {d}") for d in (0, 1)) for run in (same, disjoint)]
-    assert 0 < total[1] < total[0] == 2 * 3 * (2 * copy_s - LAYER_S)
-
-
 @pytest.mark.parametrize("devices, rounds", [(2, 1), (2, 3), (4, 2), (6, 1)])
 def test_opposed_directions_use_both_ways_of_the_bus(devices, rounds):
     size, rate = 12, 3
@@ -97,11 +89,6 @@ def test_the_least_recently_used_layer_leaves_and_is_written_if_it_was_ever_upda
     assert swaps.swap_volume(steps, 1) == (2, 1)
 
 
-def test_layers_are_bound_to_devices_in_turn():
-    forwards = [(step.layer, step.device) for step in swaps.harmony_pp(2, 5, 1) if step.kind == "F"]
-    assert forwards == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
-
-
 def stall(free, dynamic, layers=6, layer_s=2, layer_bytes=10, rate=2):
     stay = swaps.resident(free, layer_bytes, layers, dynamic=dynamic)
     for number, room in zip(stay, free):
@@ -129,24 +116,3 @@ def test_static_and_dynamic_offload():
         rate = draw.choice([1, 2, 5, 10])
         (static, _), (dynamic, _) = (stall(free, dynamic, rate=rate) for dynamic in (False, True))
         assert dynamic <= static
-
-
-@pytest.mark.parametrize("rate, number", [(2, 0), (2, 3), (5, 2), (20, 0)])
-def test_stall_of_a_fixed_placement_is_a_formula(rate, number):
-    """The first step fetches all, its first layer with nothing to hide behind; after that every layer that is
-    not here waits max(0, copy - layer)."""
-    steps, layers, layer_s, size = 5, 6, 2, 10
-    copy = Fraction(size, rate)
-    run = play(swaps.offloading([number] * steps, layers, layer_s, size), {"to device": rate})
-    each = max(0, copy - layer_s)
-    first = copy + (layers - 1) * each
-    assert run.stall("device") == first + (steps - 1) * (layers - number) * each
-    fetched = sum(name.startswith("fetch") for name in run.tasks)
-    assert fetched == layers + (steps - 1) * (layers - number)
-
-
-def test_a_layer_is_fetched_one_ahead_of_use():
-    """The third when the first has been used: there are never more than two of those that come and go."""
-    run = play(swaps.offloading([0], 4, 3, 1), {"to device": 1})
-    assert [run.start(f"fetch {layer}") for layer in range(4)] == [0, 1, 4, 7]
-    assert run.end_s == 1 + 4 * 3

@@ -5,13 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.model.config import GPTConfig
-from minitrain.model.layers import MLP, Linear
+from minitrain.model.layers import MLP
 from minitrain.model.training.optim import AdamW, clip_grad_norm
-from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, placement
@@ -19,7 +17,7 @@ from minitrain.systems.plan import grid_costs
 from minitrain.systems.tensor_parallel import cube
 from minitrain.systems.tensor_parallel.cube import Linear3D, activation_shards, cut_activations, cut_mlp
 from tests.parallel import TOLERANCE
-from tests.systems.tensor_parallel.test_tensor_rotated import fill, random, said, whole_linear
+from tests.systems.tensor_parallel.test_tensor_rotated import fill, random, whole_linear
 
 M, K, N = 16, 12, 8  # sequences, width, output width: multiples of l² = 4, otherwise different
 BYTES = 8  # float64
@@ -171,65 +169,3 @@ def test_bytes_and_memory_are_the_formulas():
         assert sent["kept"] == (mk + kn + mn) / 8  # x, W and y: what is gathered is gone
         # x, W, the product and what the sum receives
         assert sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4
-
-
-@pytest.mark.parametrize("side", [3, 4])
-def test_larger_cubes_send_what_the_chooser_says(side):
-    tokens, width, inner = 2 * side**2, side**2, 2 * side**2
-
-    def rank():
-        mesh = Mesh(x=side, y=side, z=side)
-        groups = mesh.group("x"), mesh.group("y"), mesh.group("z")
-        first = Linear3D(nn.Linear(width, inner, bias=False), *groups)
-        second = Linear3D(nn.Linear(inner, width, bias=False), *swapped(groups))
-        x = cut_activations(torch.ones(tokens, width), *groups).requires_grad_()
-        with Ledger() as forward:
-            y = second(first(x))
-        with Ledger() as ledger:
-            y.sum().backward()
-        both = forward.sent_bytes() + ledger.sent_bytes()
-        return [forward.sent_bytes(axis=axis) / 4 for axis in "xyz"], both / 4
-
-    cost = grid_costs.cost(grid_costs.mlp(tokens, width, inner), grid_costs.Grid("3-D", side))
-    by_axis, both = dryrun.run(rank, rank=side**3 - 2, ranks=side**3)
-    assert by_axis == pytest.approx(list(cost.forward_by_axis)) and both == pytest.approx(cost.both)
-
-
-CURE = "pad the tensor or change the size of the axis"
-
-
-def refusals():
-    x, y, z = grid()
-    mesh, flat = Mesh(a=1, b=2, c=4), Mesh(d=2, e=4)
-    linear = whole_linear()
-    small = Linear3D(linear, x, y, z)
-    attempts = [
-        lambda: Linear3D(linear, mesh.group("a"), mesh.group("b"), mesh.group("c")),
-        lambda: Linear3D(linear, x, y, flat.group("e")),
-        lambda: Linear3D(linear, x, y, x),
-        lambda: Linear3D(linear, x, mesh.group("b"), z),
-        lambda: Linear3D(Linear(K, 10, dtype=torch.float64), x, y, z),
-        lambda: Linear3D(Linear(9, N, dtype=torch.float64), x, y, z),
-        lambda: Linear3D(small, x, y, z),
-        lambda: cut_activations(random(6, K, seed=0), x, y, z),
-        lambda: cut_activations(random(M, 9, seed=0), x, y, z),
-        lambda: small(random(4, K, seed=0)),
-    ]
-    return [said(attempt) for attempt in attempts]
-
-
-def test_refuses_in_one_line():
-    assert launch.run(refusals, ranks=8)[0] == [
-        "input, weight and output group have [1, 2, 4] ranks; give the axes of a mesh l·l·l",
-        "input, weight and output group have [2, 2, 4] ranks; give the axes of a mesh l·l·l",
-        "input group [0, 4] and output group [0, 4] share ranks [0, 4], but must cross in this rank only; on "
-        "Mesh(input=, output=) they are group('input') and group('output')",
-        "input group [0, 4] and weight group [0, 4] share ranks [0, 4], but must cross in this rank only; on "
-        "Mesh(input=, weight=) they are group('input') and group('weight')",
-        f"shard: 5 along dim 0 of [5, {K}] is not a multiple of the 2 ranks of y; {CURE}",
-        f"shard: 9 along dim 1 of [{N // 4}, 9] is not a multiple of the 2 ranks of z; {CURE}",
-        "Linear3D: weight [2, 6] is cut already, along dim 0 over x; give it whole",
-        f"shard: 3 along dim 0 of [3, {K}] is not a multiple of the 2 ranks of x; {CURE}",
-        f"shard: 9 along dim 1 of [{M // 4}, 9] is not a multiple of the 2 ranks of z; {CURE}",
-        "Linear3D: x [4, 12] is not 1/2 as wide; use cut_activations",
-    ]

@@ -1,6 +1,5 @@
 """Matrices on grids of ranks: SUMMA, Cannon, 2-D and 2.5-D; equal to one process, bytes as promised."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -116,21 +115,6 @@ def test_cannon():
         assert error < TOLERANCE and peers == skew + [place(i, j - 1), place(i - 1, j)] * (side - 1)
 
 
-def test_each_rank_sends_its_share_on_any_grid():
-    """Over q steps a rank takes every place in a broadcast's tree: the formula holds per rank."""
-
-    def rank(side, product):
-        groups = grid(side)
-        a, b, c = (torch.zeros(shape, dtype=torch.float64) for shape in ((5, 3), (3, 7), (5, 7)))
-        left, right = {summa: (a, b), summa_nt: (c, b), summa_tn: (a, c)}[product]
-        return sent(lambda: product(left, right, *groups))[1]
-
-    for side, product in itertools.product((5, 8), (summa, summa_nt, summa_tn)):
-        for me in (0, side + 1, side * side - 1):
-            found = dryrun.run(rank, side, product, rank=me, ranks=side**2)
-            assert found == (side - 1) * (15 + 21) * DOUBLE
-
-
 @pytest.mark.parametrize(
     "product, blocks", [(summa, 3), (summa_overlapped, 4), (summa_nt, 2), (summa_tn, 2), (cannon, 4)]
 )
@@ -146,20 +130,6 @@ def test_nothing_is_larger_than_a_block(product, blocks):
 
     for side in (2, 8):
         assert dryrun.run(rank, side, ranks=side * side) == 2 + 1 + blocks
-
-
-def test_a_linear_needs_two_blocks_of_each_for_a_moment():
-    """x, W and y, this step's blocks and the next's; who sends W copies it, so that Wᵀ is consecutive."""
-
-    def rank(side):
-        groups, x, weight = grid(side), torch.zeros(16, 16), torch.zeros(16, 16)
-        with Ledger() as forward:
-            optimus.linear_forward(x, weight, *groups)
-        return forward.peak_bytes // x.nbytes
-
-    for side in (2, 8):
-        first, last = (dryrun.run(rank, side, rank=me, ranks=side**2) for me in (0, side**2 - 1))
-        assert (first, last) == (3 + 4, 3 + 4 + 1)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])

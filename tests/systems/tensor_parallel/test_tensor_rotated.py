@@ -161,13 +161,6 @@ def test_hops_are_the_formulas(ranks):
         assert in_place[0][1] == (ranks * shard + bias, (2 * ranks - 1) * shard + bias)
 
 
-def test_a_long_ring_sends_what_the_chooser_says():
-    cost = grid_costs.cost(grid_costs.Layer(2 * 64, ((32, 128),)), grid_costs.Grid("RTP", 64))
-    (ahead, *_), (in_place, *_) = dryrun.run(measure, 32, 128, rank=63, ranks=64)
-    assert ahead[0] == (cost.forward, cost.both - cost.forward)
-    assert in_place[0] == (64 * cost.weights, 127 * cost.weights)
-
-
 def memory():
     """In shards, at the peaks of both passes: two rows of activations are small beside 64 · 64."""
     rotated.PIECE_BYTES = 64 * BYTES

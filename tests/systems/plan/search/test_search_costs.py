@@ -11,7 +11,6 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.plan.simulate.machines import Link, machine
-from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.plan.search.problem import CUT, SHARDINGS, Level, Option, Problem, block, linear
@@ -273,13 +272,3 @@ def replayed(case, events):
     ways = {"all_gather": "ring", "reduce_scatter": "ring", "all_to_all": "pairwise"}
     timeline = replay(events, here, algorithms=ways)
     return timeline.step_s
-
-
-def test_levels_of_other_sizes():
-    """The same account of one rank of 8 on 2 x 4, 4 x 2 and 2 x 2 x 2, in a dry run."""
-    for degrees in ((2, 4), (4, 2), (2, 2, 2)):
-        case = problem(degrees)
-        for seed in range(1):
-            shardings = drawn_words(seed, degrees, case.layers)
-            worst, sent, *held, ledger = dryrun.run(run, case, shardings, False, rank=5, ranks=8)
-            check(case, seed, (worst, sent, *held, None))

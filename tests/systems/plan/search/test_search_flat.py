@@ -159,19 +159,6 @@ def check_stationary():
     assert abs(counted - wanted).max() < 0.03
 
 
-def test_flexflow_overlaps():
-    """What is simulated is never longer than the sum, and shorter where sums of gradients hide."""
-    for seed in range(3):
-        problem = chain(seed, shardings=("dp", "col", "row"))
-        graph = problem.graph()
-        for picks in ((0, 0, 0, 0), (4, 8, 4, 8), (1, 5, 0, 8)):
-            choice = graph.choice(picks)
-            time = max(simulated.simulate(simulated.tasks_of(problem, choice)))
-            assert time <= graph.cost(picks) * (1 + 1e-12)
-    data_parallel = simulated.tasks_of(example(), [Option(("dp", "dp"))] * 4)
-    assert max(simulated.simulate(data_parallel)) < 0.98 * example().graph().cost((0, 0, 0, 0))
-
-
 def test_tofu():
     """Two halvings, one after the other, move the elements of the best of all cuts in both at once; workers
     that have just their stored quarters compute the MLP's results by fetching exactly so many."""
@@ -328,72 +315,6 @@ def test_automap():
         simulated.automap(replace(mlp, memory_bytes=1))
     with pytest.raises(ValueError, match="one axis"):
         simulated.automap(example())
-
-
-def test_of_equals_the_first_and_what_is_there_stays():
-    """Each rule where it alone decides."""
-    names = [Option((sharding,)) for sharding in "abcd"]
-    alone = Graph([names], [[5, 2, 2, 9]], {}, [[0, 0, 0, 0]])
-    assert [descend(alone, [start])[0] for start in range(4)] == [[1], [1], [2], [1]]
-    assert [descend(alone, [start])[1] for start in (0, 1)] == [2, 1], (
-        "a sweep that changes nothing is one too"
-    )
-    assert cheapest([(2, "b"), (1, "z"), (1, "a")]) == (1, "z")
-    with pytest.raises(ValueError, match="^nothing fits into 1,000 bytes; give more memory or devices$"):
-        cheapest([(math.inf, "a")], 1000)
-    square = Problem((linear("0", 64, 64), linear("1", 64, 64)), 64, (Level(2, 1.0),), 1.0)
-    first = "W0 f0, W0 f1, W1 f1, W1 f2, x0 m, x0 f0, x1 m, x1 f1".split(", ")
-    assert simulated.moves({}, square) == [simulated.propagate(dict([one.split()]), 2) for one in first]
-    assert simulated.moves({}, replace(square, rows=65))[0] == simulated.propagate({"x0": "m"}, 2), (
-        "the largest first"
-    )
-    frontier_of_two = frontier(drawn_graph(1, 2, 3, [(0, 1)]))
-    assert frontier_of_two[1] == 3 + 3 * 3
-
-
-def test_what_is_looked_at_is_counted(monkeypatch):
-    problem = chain(2, layers=3, levels=1, shardings=("dp", "col", "row"))
-    priced = {}
-    steps = [*simulated.walk(problem, 50, None, 3, priced)]
-    found = simulated.flexflow(problem, steps=50, seed=3)
-    assert found.looked_at == len(priced) == len({*priced}) and len(steps) == 50
-    assert found.cost == min(priced.values()) and priced[found.choice] == found.cost
-    graph, sweeps = problem.graph(unit="bytes"), 0
-    draw = random.Random(0)
-    for start in range(3):
-        sweeps += descend(graph, [draw.randrange(3) if start else 0 for _ in range(3)])[1]
-    assert autoddl(problem, starts=3).looked_at == sweeps * 3 * 3
-    sets, prices = [], simulated.pricer
-    noted = lambda problem: lambda cuts: sets.append(frozenset(cuts.items())) or prices(problem)(cuts)
-    monkeypatch.setattr(simulated, "pricer", noted)
-    assert simulated.automap(problem, rollouts=30).looked_at == len({*sets[1:]}) < len(sets) == 31
-    times, seconds = [], simulated.placement_seconds
-    noted = lambda *given: times.append(given[1]) or seconds(*given)
-    monkeypatch.setattr(simulated, "placement_seconds", noted)
-    found = simulated.reinforce(problem, steps=3, batch=4)
-    assert len({*times}) == len(times), "each is timed once"
-    assert times[found.looked_at :] in ([], [found.choice]), "an end that was never drawn is not counted"
-
-
-def test_a_placement_pays_for_its_messages():
-    """Two devices, two layers of 3·2·256·256·8 FLOPs: one after the other, and x there and back between them."""
-    two = Problem((linear("0", 256, 256),) * 2, 8, (Level(2, 8.0), Level(1, 64.0)), 2.0**10)
-    layer, message = 3 * 2 * 256 * 256 * 8 / 2**10, 2 * 256 * 8 * 4 / 64
-    assert simulated.placement_seconds(two, (0, 0)) == 2 * layer
-    apart = [simulated.placement_seconds(two, placed) for placed in ((0, 1), (1, 0))]
-    assert apart == [2 * layer + message] * 2
-    wide = replace(two, layers=(linear("0", 512, 256), linear("1", 256, 256)))
-    assert simulated.placement_seconds(wide, (0, 1)) == 3 * layer + message, (
-        "nobody sends the first layer its input"
-    )
-
-
-def test_slow_links_carry_shards():
-    """Sums of gradients begin on the innermost level, gathers of weights end there: outside a quarter travels."""
-    levels, layer, size = (Level(2, 1.0), Level(4, 1.0)), linear("a", 16, 32), 4 * 16 * 32
-    problem = example(layers=(layer,), levels=levels)
-    assert problem.weight_bytes(layer, ("dp", "dp"), levels) == ([0, 0], [size / 4, 2 * 3 / 4 * size])
-    assert problem.weight_bytes(layer, ("sdp", "sdp"), levels) == ([3 * size / 8, 3 * 3 / 4 * size], [0, 0])
 
 
 def test_words_meet_levels():

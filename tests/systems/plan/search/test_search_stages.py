@@ -69,17 +69,6 @@ def test_every_plan_is_the_best_of_what_the_layers_up_say():
         assert found.cost == min(staged.seconds(case, plan) for plan in fitting)
 
 
-def test_a_layer_is_handed_over():
-    """The first to the stage before, the last to the one behind; the only one to nobody."""
-    runs = [range(0, 2), range(2, 4), range(4, 5)]
-    assert list(staged.handed_over(runs, 0)) == [[range(0, 1), range(1, 4), range(4, 5)]]
-    assert list(staged.handed_over(runs, 1)) == [
-        [range(0, 3), range(3, 4), range(4, 5)],
-        [range(0, 2), range(2, 3), range(3, 5)],
-    ]
-    assert list(staged.handed_over(runs, 2)) == []
-
-
 def capped(search, problem):
     """The problem in 8, 6 and 4 tenths of the memory of its fastest plan, as far as any plan fits."""
     fastest, cases = search(replace(problem, memory_bytes=inf)).choice, []
@@ -256,25 +245,3 @@ def test_fronts_of_every_stage_that_was_tried_are_counted(search, monkeypatch):
     for case in (problem, tight):
         counted.clear()
         assert search(case).looked_at == sum(looked for _, looked in counted) > 0
-
-
-def test_alpa_counts_entries_of_its_programs_and_sums_of_stages(monkeypatch):
-    problem = chain(0, layers=3, levels=1, shardings=("dp", "col"))
-    programs, sums, solve, stages_of = [], [], staged.intra, staged.by_stages
-
-    def by_stages(problem, stage, join):
-        return stages_of(problem, stage, lambda here, rest: sums.append(here) or join(here, rest))
-
-    monkeypatch.setattr(staged, "intra", lambda graph, *cap: programs.append(graph) or solve(graph, *cap))
-    monkeypatch.setattr(staged, "by_stages", by_stages)
-    found = staged.alpa(problem)
-    # 6 runs of layers on 1 and 2 devices: 1 and 2 shardings for each layer, as many squared for each of 0 to 2 edges
-    layers, edges = 3 * 1 + 2 * 2 + 3, 2 * 1 + 2
-    assert len(programs) == 12 and found.looked_at - len(sums) == layers * (1 + 2) + edges * (1 + 4)
-
-
-def test_aceso_counts_the_plans_that_it_priced(monkeypatch):
-    priced, with_behind = [], staged.with_behind
-    monkeypatch.setattr(staged, "with_behind", lambda plan: priced.append(plan) or with_behind(plan))
-    found = aceso(chain(4, layers=3))
-    assert found.looked_at == len(priced) == len(set(priced))
