@@ -42,7 +42,7 @@ def test_dear():
     ):
         assert (ours - theirs).abs().max() < 1e-15 and (last - weights).abs().max() < 1e-15
         assert sent == plain == STEPS * 2 * 3 * LAYERS * WIDTH * WIDTH * 8 // 4
-        line, names = [], {}
+        line, names, waits = [], {}, []
         for event in events:
             match event:
                 case Compute(name="mm"):
@@ -52,6 +52,8 @@ def test_dear():
                     line.append(names[event.id])
                 case Wait() if names.get(event.id) == "AG":
                     line.append("wait")
+                    waits.append(event.id)
         forward, backward = "wait mm wait mm wait mm wait mm", "mm mm RS mm mm RS mm mm RS mm RS AG AG AG AG"
         steps = f"{forward.replace('wait ', '')} {backward} " + f"{forward} {backward} " * (STEPS - 1)
         assert " ".join(line) == steps + "wait wait wait wait"
+        assert waits[:-LAYERS] == sorted(waits[:-LAYERS]), "the first layers' are gathered first"
