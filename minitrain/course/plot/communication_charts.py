@@ -42,12 +42,14 @@ def timelines(runs: Mapping[str, Run], title: str) -> Figure:
 
 
 @style.styled
-def loss_against_bytes(points: Mapping[str, tuple[float, float, float]], dense: str, title: str) -> Figure:
+def loss_against_bytes(
+    points: Mapping[str, tuple[float, float, float | None]], dense: str, title: str
+) -> Figure:
     """{what: (bytes a rank sends per step, loss with error feedback, loss without)}; `dense` is the line."""
     figure, ax = style.canvas(height=3.2)
     for at, (colour, (what, (sent, loss, without))) in enumerate(zip(CYCLE * 2, points.items())):
-        ax.plot([sent, sent], [loss, without], color=colour, linewidth=1)
-        if what != dense:
+        if without is not None:
+            ax.plot([sent, sent], [loss, without], color=colour, linewidth=1)
             ax.plot(sent, without, "o", color=colour, fillstyle="none")
         ax.plot(sent, loss, "o", color=colour)
         below = (0, -14 - 12 * (at % 3))
