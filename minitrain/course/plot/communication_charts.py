@@ -58,6 +58,7 @@ def loss_against_bytes(
         )
     ax.axhline(points[dense][1], color=style.GREY, linestyle="--", linewidth=1)
     ax.set(xscale="log", xlabel="bytes that a rank sends per step", ylabel="loss at the end")
+    ax.margins(x=0.1)
     ax.set(ylim=(0, None), xticks=(500, 1000, 2000, 5000), xticklabels=("500", "1,000", "2,000", "5,000"))
     ax.minorticks_off()
     return style.finished(figure, title)

@@ -27,8 +27,8 @@ from minitrain.ranks.checks import (
     require_nonnegative,
     require_one_of,
     require_positive,
+    require_positive_ints,
 )
-from minitrain.ranks.checks import require_positive_ints as require_counts
 from minitrain.systems.network.congestion import Reno
 from minitrain.systems.network.packets import US, Flow, Law, Network, Packet, Port
 
@@ -58,9 +58,7 @@ class Reduced(NamedTuple):
 
 def _reduced(answers, ends, resent, sums, size, gbps) -> Reduced:
     end_us = max(inf if end is None else end / US for end in ends)
-    whole = (
-        (lambda got: np.concatenate([got[seq] for seq in sorted(got)])) if end_us < inf else lambda got: None
-    )
+    whole = lambda got: np.concatenate([got[seq] for seq in sorted(got)]) if end_us < inf else None
     goodput = len(answers[0]) * size * 8e-3 / gbps / end_us
     return Reduced([whole(got) for got in answers], end_us, resent, sums, goodput)
 
@@ -132,7 +130,7 @@ def switchml(
     m] through `slots` sums of `per_packet` numbers; with fewer than a bandwidth-delay product has packets,
     links idle. `loss`: a packet's chance, per link; what has no answer after `timeout_us` is sent again. With
     one copy a sum is gone once told, and who lost it waits for ever. The last worker is `late_us` late."""
-    require_counts(10**6, slots=slots, per_packet=per_packet, timeout_us=timeout_us, until_us=until_us)
+    require_positive_ints(10**6, slots=slots, per_packet=per_packet, timeout_us=timeout_us, until_us=until_us)
     require_one_of((1, 2), copies=copies)
     require_fractions(loss=loss)
     require_nonnegative(late_us=late_us)
@@ -154,7 +152,7 @@ def iswitch(values, *, per_packet: int = 32, late_us: float = 0) -> Reduced:
     """Li et al. 2019, Accelerating distributed reinforcement learning with in-switch computing, ISCA: all
     packets at once, a sum for each. One late worker, and `sums` are the whole gradient: megabytes for a
     game's network, which an FPGA has; an LLM's fit nowhere."""
-    require_counts(10**6, per_packet=per_packet)
+    require_positive_ints(10**6, per_packet=per_packet)
     packets = -(-_whole(values).shape[1] // per_packet)
     return switchml(values, packets, copies=1, per_packet=per_packet, late_us=late_us)
 
@@ -205,7 +203,7 @@ def netreduce(
     address; it keeps its latest sums, so what is sent again is answered, not added again. `inside`: the
     switch itself adds (AllReduce-Switch, with the same transport), two links less. Differs: no going back to
     what was lost."""
-    require_counts(10**6, per_packet=per_packet)
+    require_positive_ints(10**6, per_packet=per_packet)
     require_ints(remember=remember)
     require_fractions(loss=loss)
     net, (parts, size) = Network(seed), _packets(_whole(values), per_packet)
@@ -252,7 +250,7 @@ def panama(
     of so many workers, and `plain` flows, into the links of `trees` roots. All workers of a job hear a sum's
     mark, so to others a job is one flow. -> goodputs after a third of the time, jobs first, as shares of a
     link; the time of a flow of 20 KB in the midst of it (us). Differs: Reno, marks above 30 KB."""
-    require_counts(10**4, workers=workers, trees=trees, until_us=until_us)
+    require_positive_ints(10**4, workers=workers, trees=trees, until_us=until_us)
     require_ints(0, 10**4, plain=plain)
     net, flows = Network(), []
     roots = [Port(net, mark=(30_000, 30_001, 1)) for _ in range(trees)]
@@ -279,7 +277,7 @@ def atp(values, slots: int, *, seed: int = 0) -> tuple[np.ndarray, float]:
     m], a number a packet, in any order. A slot is its first user's; what others' hash (here: chance) sends
     there goes on to the server, which adds all that comes. -> sums [jobs, m]; the share of packets that the
     switch added. Differs: all are on their way at once, so no slot is given back."""
-    require_counts(slots=slots)
+    require_positive_ints(slots=slots)
     require_ints(seed=seed)
     values, chance, pool, inside = _whole(values, 3), Random(seed), {}, 0
     jobs, n, m = values.shape
@@ -302,7 +300,7 @@ def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 
     NSDI: the bits of a sum of IEEE numbers. A register of 32 bits has an exponent and a signed mantissa; the
     smaller number is shifted right and cut, and only what is read is normalised. Each sum errs by less than a
     unit in the last place of the largest number so far; with `guard` bits below it, by 2^-guard of that."""
-    require_counts(30, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits)
+    require_positive_ints(30, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits)
     require_ints(0, 29 - min(mantissa_bits, 29), guard=guard)
     top, unit, sign_at = (1 << exponent_bits) - 1, 1 << mantissa_bits, exponent_bits + mantissa_bits
     require_ints(0, (2 << sign_at) - 1, patterns=patterns)
