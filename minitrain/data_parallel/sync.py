@@ -127,10 +127,10 @@ class Sync:
     def step(self) -> None:
         if not self.finished:
             raise ValueError("step() before finish(): gradients are not sums over ranks; call finish()")
-        self.commit(self._update)
+        self.commit(self.update)
         self.publish()
 
-    def _update(self) -> None:
+    def update(self) -> None:
         if self.optimizer:
             if not hasattr(self.optimizer, "before_update"):  # else it says which parameter is next
                 self.before_update()

@@ -71,6 +71,7 @@ def compatibility(jobs: Sequence[Job], shifts: Sequence[int]) -> Fraction:
 
 def best_shift(first: Job, second: Job) -> int:
     """Of the second job; the smallest of the best."""
+    require_ints(1, 1 << 12, jobs=[list(first), list(second)])
     return max(range(second[0]), key=lambda shift: compatibility((first, second), (0, shift)))
 
 
