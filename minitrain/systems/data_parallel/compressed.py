@@ -14,7 +14,7 @@
 
 Codes with a scale on each rank are gathered, and added by everyone; what is linear is summed on the way. k is
 1 or more; a place takes 4 bytes where m > 65,536. Seide et al. 2014, 1-bit SGD (feedback); Wang et al. 2023,
-CocktailSGD, section 3; Li et al. 2024, THC, arXiv:2302.08545, section 4; Vogels et al. 2019, PowerSGD,
+CocktailSGD, ICML; Li et al. 2024, THC, NSDI, arXiv:2302.08545; Vogels et al. 2019, PowerSGD,
 arXiv:1905.13727, section 3. Differs: CocktailSGD's shares are sqrt(2 s) and sqrt(s/2), no step late; THC's
 grid is even, its step a power of two: decoding rounds nothing; PowerSGD draws Q anew in each step.
 """
@@ -159,7 +159,7 @@ def power_sgd(rank: int) -> Compressor:
 
 def dropping(share: float, by: str = "size") -> Compressor:
     """A share of the numbers is lost on the way, the smallest or any (`chance`), and nothing is added later
-    (Wang et al. 2024, MLT, NSDI, section 3)."""
+    (Wang et al. 2024, MLT, NSDI)."""
     require_fractions(share=share)
     require_one_of(("size", "chance"), by=by)
 

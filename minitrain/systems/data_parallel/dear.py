@@ -6,7 +6,7 @@
 
 ZeRO-1 (zero1.py) with gathers that nobody waits for in the step. Sends as data parallelism, 2(n-1)/n of the
 gradients' bytes. Whoever reads a parameter outside a forward calls `whole` first. Zhang et al. 2023, DeAR,
-arXiv:2302.12445, section 3. Differs: the update lies between the halves, so weights are gathered, not
+arXiv:2302.12445, ICDCS. Differs: the update lies between the halves, so weights are gathered, not
 gradients; buckets of equal bytes, not tuned ones.
 """
 

@@ -159,7 +159,7 @@ def iswitch(values, *, per_packet: int = 32, late_us: float = 0) -> Reduced:
 
 def quantized(x, scale: float) -> np.ndarray:
     """Integers for a switch. The sum of n, divided by `scale`, errs by n / scale at most, and does not wrap
-    while scale < (2^31 - n) / (n max|x|) (SwitchML, appendix)."""
+    while scale < (2^31 - n) / (n max|x|) (SwitchML's theorems)."""
     require_positive(scale=scale)
     scaled = np.rint(np.asarray(x) * scale)
     if not (np.abs(scaled) < 2**62).all():

@@ -7,8 +7,8 @@
     probed_ports(graph, pairs)     one flow a path: try source ports until the hash says a free one (HPN)
 
 All exact, in Fractions. Training is where hashing hurts most: flows are few, large, of one size, and start
-together; all ranks wait for the unlucky one. Meta 2024, arXiv:2407.21783, section 3.3.3 (Llama 3); Jiang et
-al. 2024, arXiv:2402.15627, section 3.6 (MegaScale); Qian et al. 2024, section 6 (HPN); Addanki et al. 2024,
+together; all ranks wait for the unlucky one. Meta 2024, arXiv:2407.21783, section 3.3.1 (Llama 3); Jiang et
+al. 2024, arXiv:2402.15627, section 3.6 (MegaScale); Qian et al. 2024 (HPN), SIGCOMM; Addanki et al. 2024,
 arXiv:2407.00550 (Ethereal). Differs: hashes are independent draws; HPN's library also looks at load.
 """
 

@@ -10,7 +10,7 @@
     t3_traffic      what the memory carries when it adds what arrives (T3)
 
 Times are seconds, exact with whole numbers and Fractions; one device stands for all, which are in step, and
-`sync` is what a layer's all-reduce takes alone. Zhang et al. 2017 (Poseidon), ATC, section 3.2; Sun et al.
+`sync` is what a layer's all-reduce takes alone. Zhang et al. 2017 (Poseidon), ATC, section 3; Sun et al.
 2019 (GradientFlow), arXiv:1902.06855; Jayarajan et al. 2019 (P3), MLSys; Hashemi et al. 2019 (TicTac), MLSys;
 Peng et al. 2019 (ByteScheduler), SOSP; Bao et al. 2020 (PACE), INFOCOM; Zhang et al. 2023 (DeAR), ICDCS;
 Oh et al. 2022 (out-of-order backprop), EuroSys; Li et al. 2023 (Fold3D), TPDS; Jangda et al. 2022 (CoCoNet),

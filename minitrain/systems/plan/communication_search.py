@@ -5,8 +5,8 @@
     centauri_s    an all-reduce as one primitive or two, flat or by groups, in chunks, behind its product
     placements    all matrices that put axes of ranks on levels of the network (P^2)
 
-Peng et al. 2019 (ByteScheduler), SOSP, section 4.3; Mao et al. 2023 (Syndicate), NSDI; Chen et al. 2024
-(Centauri), ASPLOS; Xie et al. 2022 (P^2), MLSys, section 3. Differs: few operations on links that each carry
+Peng et al. 2019 (ByteScheduler), SOSP; Mao et al. 2023 (Syndicate), NSDI; Chen et al. 2024
+(Centauri), ASPLOS; Xie et al. 2022 (P^2), MLSys. Differs: few operations on links that each carry
 one thing at a time; P^2's reductions are rings, level by level.
 """
 

@@ -6,7 +6,7 @@
     compatibility, best_shift, shifts, iterations    jobs on one link, and when each should start (CASSINI)
     slow_link    bytes of a step on a link between regions: pipeline or data parallel
 
-Rajasekaran et al. 2024 (CASSINI), NSDI, section 3; Strati et al. 2024, ML training with geo-distributed GPUs.
+Rajasekaran et al. 2024 (CASSINI), NSDI; Strati et al. 2024, ML training with geo-distributed GPUs.
 Differs: traffic is on or off; no packets.
 """
 
