@@ -3,6 +3,7 @@
     switchml(values, slots=64).results      integers [n, m] -> for each worker their sum [m]
 
 A ring takes 2 (n - 1) / n of the vector out of each worker; a switch that adds takes it once, gives it once.
+`Adder` is that switch; systems differ in who may send when, in how many sums are kept, and in what is added:
 
     SwitchML   a pool of sums of 32 bits; a slot's answer is the permission to use it again
     iSwitch    a sum for each packet of the gradient, and so memory for all of it
@@ -14,7 +15,8 @@ A ring takes 2 (n - 1) / n of the vector out of each worker; a switch that adds 
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from random import Random
 from typing import NamedTuple
@@ -32,7 +34,7 @@ from minitrain.ranks.checks import (
 from minitrain.systems.network.congestion import Reno
 from minitrain.systems.network.packets import US, Flow, Law, Network, Packet, Port
 
-HEADER = 64  # bytes of a packet beside its numbers
+NUMBERS, SIZE = 32, 192  # of a packet: numbers, and bytes with its header
 
 
 def _whole(values, dims: int = 2) -> np.ndarray:
@@ -42,119 +44,123 @@ def _whole(values, dims: int = 2) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _packets(values, per_packet: int) -> tuple[list, int]:
-    """Of each worker the parts of its vector that fill a packet; a packet's bytes."""
-    parts = [[vector[at : at + per_packet] for at in range(0, len(vector), per_packet)] for vector in values]
-    return parts, 4 * per_packet + HEADER
+class Adder:
+    """Stands in the paths of n flows, as ports do. Packets of one number wait for each other, and all go on
+    with the sum. Sums of the latest `memory` numbers stay: what was lost behind the switch and is sent again
+    is answered, not added again. With memory 0, who lost a sum waits for ever."""
+
+    delay_ps = byte_ps = 0
+
+    def __init__(self, n: int, memory: int):
+        self.n, self.memory, self.most = n, memory, 0
+        self.waiting, self.sums = defaultdict(dict), {}
+
+    def receive(self, packet: Packet) -> None:
+        seq, ready = packet.seq, [packet]
+        total = self.sums.get(seq)
+        if total is None:
+            self.sums.pop(seq - self.memory, None)
+            self.waiting[seq][packet.flow] = packet
+            self.most = max(self.most, len(self.waiting) + len(self.sums))
+            if len(self.waiting[seq]) < self.n:
+                return
+            ready = self.waiting.pop(seq).values()
+            total = sum(other.data for other in ready)
+            if self.memory:
+                self.sums[seq] = total
+        for other in ready:
+            other.data, other.hop = total, other.hop + 1
+            other.go()
+
+
+class _Slots(Law):
+    """The answer to packet c is the permission for packet c + slots."""
+
+    @property
+    def window(self) -> float:
+        flow = self.flow
+        return inf if flow.again or flow.seq < flow.expected + self.slots else 0
+
+
+class _Worker(Flow):
+    """Sends its vector in packets and gets each back with the sum."""
+
+    def __init__(self, net: Network, path: list, vector: np.ndarray, law: Law, late_us: float):
+        parts = np.split(vector, range(NUMBERS, len(vector), NUMBERS))
+        self.answers, self.packets, self.heard_ps = {}, len(parts), inf
+        size = SIZE * len(parts)
+        super().__init__(net, path, size, law, mtu=SIZE, start_us=late_us, data=parts.__getitem__)
+
+    def receive(self, packet: Packet) -> None:
+        self.answers[packet.seq] = packet.data
+        if len(self.answers) == self.packets:
+            self.heard_ps = self.net.now
+        super().receive(packet)
+        self.pump()  # an answer may be a permission
+
+    def vector(self) -> np.ndarray:
+        return np.concatenate([self.answers[seq] for seq in range(self.packets)])
 
 
 class Reduced(NamedTuple):
-    results: list  # of each worker; None if it never had all
-    end_us: float  # inf: never
+    results: list  # of each worker; None if one never had all
+    end_us: float  # when the last had all; inf: never
     resent: int
     sums: int  # in the switch, at most at any time
     goodput: float  # of what links give that never idle
 
 
-def _reduced(answers, ends, resent, sums, size, gbps) -> Reduced:
-    end_us = max(inf if end is None else end / US for end in ends)
-    whole = lambda got: np.concatenate([got[seq] for seq in sorted(got)]) if end_us < inf else None
-    goodput = len(answers[0]) * size * 8e-3 / gbps / end_us
-    return Reduced([whole(got) for got in answers], end_us, resent, sums, goodput)
-
-
-class _Worker:
-    """When chunk c is answered, c + slots may go."""
-
-    def __init__(self, net, number, parts, size, slots, switch, up, timeout_us):
-        self.net, self.number, self.parts, self.size, self.slots = net, number, parts, size, slots
-        self.switch, self.up, self.timeout_us = switch, up, timeout_us
-        self.answers, self.asked, self.resent, self.end_ps = {}, set(), 0, None
-
-    def begin(self) -> None:
-        for chunk in range(min(self.slots, len(self.parts))):
-            self.send(chunk)
-
-    def send(self, chunk: int) -> None:
-        if chunk not in self.answers:
-            self.resent += chunk in self.asked
-            self.asked.add(chunk)
-            Packet(self, chunk, self.size, (self.up,), self.switch, (self.number, self.parts[chunk])).go()
-            if self.timeout_us < inf:
-                self.net.at(round(self.timeout_us * US), self.send, chunk)
-
-    def lost(self, packet): ...  # nobody hears of it
-
-    def receive(self, packet: Packet) -> None:
-        if packet.seq not in self.answers:
-            self.answers[packet.seq] = packet.data
-            if len(self.answers) == len(self.parts):
-                self.end_ps = self.net.now
-            if packet.seq + self.slots < len(self.parts):
-                self.send(packet.seq + self.slots)
-
-
-class _Slots:
-    """Who sends chunk c + slots has the answer for c; once all have sent it, nobody asks for c again. So with
-    two copies in turn a slot's last sum is there for as long as it may be asked for."""
-
-    def __init__(self, workers, downs, slots, copies):
-        self.workers, self.downs, self.slots, self.copies, self.most = workers, downs, slots, copies, 0
-        self.sums: dict = {}  # (slot, copy) -> chunk, who was added, sum
-
-    def receive(self, packet: Packet) -> None:
-        (number, part), chunk, everyone = packet.data, packet.seq, range(len(self.downs))
-        place = chunk % self.slots, chunk // self.slots % self.copies
-        if place not in self.sums or self.sums[place][0] != chunk:
-            self.sums[place] = chunk, set(), np.zeros(len(part), np.int32)
-            self.most = max(self.most, len(self.sums))
-        _, added, total = self.sums[place]
-        to = [number] if number in added else everyone  # it was sent again, or is new
-        if number not in added:
-            added.add(number)
-            total += part  # wraps, as the switch does
-        if len(added) == len(everyone):
-            for other in to:
-                Packet(self, chunk, packet.size, (self.downs[other],), self.workers[other], total).go()
-            if self.copies == 1:
-                del self.sums[place]
-
-    def lost(self, packet): ...
+def _reduced(
+    values, law: Callable[[], Law], memory: int, *, beside=False, loss: float = 0, late_us: float = 0, seed=0
+) -> Reduced:
+    """Each worker has a link of 100 Gb/s and 1 us up to the switch and one down, which lose packets with
+    chance `loss`. `beside`: sums are made a link further. The last worker begins `late_us` late."""
+    require_fractions(loss=loss)
+    require_nonnegative(late_us=late_us)
+    values, net, workers = _whole(values).astype(np.int32), Network(seed), []  # sums wrap, as a switch's do
+    switch = Adder(len(values), memory)
+    drop = (lambda packet: net.random.random() < loss) if loss else None
+    for vector in values:
+        up, down = Port(net, drop=drop), Port(net, drop=drop)
+        path = [up, Port(net), switch, Port(net), down] if beside else [up, switch, down]
+        late = late_us * (len(workers) == len(values) - 1)
+        workers.append(_Worker(net, path, vector, law(), late))
+    net.run(10_000)
+    end_us = max(worker.heard_ps for worker in workers) / US
+    results = [worker.vector() if end_us < inf else None for worker in workers]
+    lost = sum(worker.path(0)[end].lost for worker in workers for end in (0, -1))
+    goodput = workers[0].packets * SIZE * up.byte_ps / US / end_us
+    return Reduced(results, end_us, lost, switch.most, goodput)
 
 
 def switchml(
-    values, slots: int, *, copies: int = 2, loss: float = 0, per_packet: int = 32, timeout_us: int = 20,
-    late_us: float = 0, gbps: int = 100, delay_us: float = 1, seed: int = 0, until_us: int = 10_000,
-) -> Reduced:  # fmt: skip
+    values, slots: int, *, copies: int = 2, loss: float = 0, late_us: float = 0, seed: int = 0
+) -> Reduced:
     """Sapio et al. 2021, Scaling distributed machine learning with in-network aggregation, NSDI: integers [n,
-    m] through `slots` sums of `per_packet` numbers; with fewer than a bandwidth-delay product has packets,
-    links idle. `loss`: a packet's chance, per link; what has no answer after `timeout_us` is sent again. With
-    one copy a sum is gone once told, and who lost it waits for ever. The last worker is `late_us` late."""
-    require_positive_ints(10**6, slots=slots, per_packet=per_packet, timeout_us=timeout_us, until_us=until_us)
+    m] through `slots` sums of 32 numbers; with fewer than a bandwidth-delay product has packets, links idle.
+    Who sends packet c + slots has the answer to c; once all have sent it, nobody asks for c again. So with
+    two copies of a slot, filled in turn, a sum is there for as long as it may be asked for; with one it is
+    gone once told. Differs: slots are used in order; a sender hears of each loss, without a timeout."""
+    require_positive_ints(10**6, slots=slots)
     require_one_of((1, 2), copies=copies)
-    require_fractions(loss=loss)
-    require_nonnegative(late_us=late_us)
-    net, workers = Network(seed), []
-    parts, size = _packets(_whole(values).astype(np.int32), per_packet)
-    drop = (lambda packet: net.random.random() < loss) if loss else None
-    ups, downs = ([Port(net, gbps, delay_us, drop=drop) for _ in parts] for _ in "ud")
-    switch = _Slots(workers, downs, slots, copies)
-    for number, up in enumerate(ups):
-        again_us = timeout_us if loss else inf
-        workers.append(_Worker(net, number, parts[number], size, slots, switch, up, again_us))
-        net.at(round(late_us * US) if number == len(ups) - 1 else 0, workers[-1].begin)
-    net.run(until_us)
-    answers, ends = [worker.answers for worker in workers], [worker.end_ps for worker in workers]
-    return _reduced(answers, ends, sum(worker.resent for worker in workers), switch.most, size, gbps)
+    memory = 2 * slots if copies == 2 else 0
+    return _reduced(values, partial(_Slots, slots=slots), memory, loss=loss, late_us=late_us, seed=seed)
 
 
-def iswitch(values, *, per_packet: int = 32, late_us: float = 0) -> Reduced:
+def iswitch(values, *, late_us: float = 0) -> Reduced:
     """Li et al. 2019, Accelerating distributed reinforcement learning with in-switch computing, ISCA: all
     packets at once, a sum for each. One late worker, and `sums` are the whole gradient: megabytes for a
     game's network, which an FPGA has; an LLM's fit nowhere."""
-    require_positive_ints(10**6, per_packet=per_packet)
-    packets = -(-_whole(values).shape[1] // per_packet)
-    return switchml(values, packets, copies=1, per_packet=per_packet, late_us=late_us)
+    return _reduced(values, Law, 0, late_us=late_us)
+
+
+def netreduce(values, *, inside: bool = False, loss: float = 0, memory: int = 256, seed: int = 0) -> Reduced:
+    """Liu et al. 2023, In-network aggregation with transport transparency for distributed training, ASPLOS:
+    integers [n, m] in n RoCE flows. An FPGA beside the switch changes payloads, no sequence number or
+    address, and keeps its latest sums. `inside`: the switch itself adds (AllReduce-Switch, with the same
+    transport), two links less. Differs: no going back to what was lost."""
+    require_ints(memory=memory)
+    return _reduced(values, partial(Law, window=64 * SIZE), memory, beside=not inside, loss=loss, seed=seed)
 
 
 def quantized(x, scale: float) -> np.ndarray:
@@ -167,63 +173,8 @@ def quantized(x, scale: float) -> np.ndarray:
     return scaled.astype(np.int64)
 
 
-class _NetReduce:
-    """Stands in the paths of n flows: packets of one number wait for each other, get the sum, and go on."""
-
-    delay_ps = byte_ps = 0
-
-    def __init__(self, n: int, remember: int):
-        self.n, self.remember, self.waiting, self.sums = n, remember, defaultdict(dict), {}
-
-    def receive(self, packet: Packet) -> None:
-        seq, ready = packet.seq, [packet]
-        if (total := self.sums.get(seq)) is None:
-            self.waiting[seq][packet.flow] = packet
-            if len(self.waiting[seq]) < self.n:
-                return
-            ready = self.waiting.pop(seq).values()
-            total = self.sums[seq] = sum(other.data for other in ready)
-            self.sums.pop(seq - self.remember, None)
-        for other in ready:
-            other.data, other.hop = total, other.hop + 1
-            other.go()
-
-
-class _Receiver(Flow):
-    def receive(self, packet: Packet) -> None:
-        self.answers[packet.seq] = packet.data
-        super().receive(packet)
-
-
-def netreduce(
-    values, *, inside: bool = False, loss: float = 0, remember: int = 256, per_packet: int = 32, seed: int = 0
-) -> Reduced:
-    """Liu et al. 2023, In-network aggregation with transport transparency for distributed training, ASPLOS:
-    integers [n, m] in n RoCE flows. An FPGA beside the switch changes payloads, no sequence number or
-    address; it keeps its latest sums, so what is sent again is answered, not added again. `inside`: the
-    switch itself adds (AllReduce-Switch, with the same transport), two links less. Differs: no going back to
-    what was lost."""
-    require_positive_ints(10**6, per_packet=per_packet)
-    require_ints(remember=remember)
-    require_fractions(loss=loss)
-    net, (parts, size) = Network(seed), _packets(_whole(values), per_packet)
-    drop = (lambda packet: net.random.random() < loss) if loss else None
-    switch, flows = _NetReduce(len(parts), remember), []
-    for part in parts:
-        ends = [Port(net, drop=drop) for _ in "ud"]
-        path = [ends[0], switch, ends[1]] if inside else [ends[0], Port(net), switch, Port(net), ends[1]]
-        law = Law(window=64 * size)
-        flows.append(_Receiver(net, path, size * len(part), law, mtu=size, data=part.__getitem__))
-        flows[-1].answers = {}
-    net.run(10_000)
-    lost = sum(port.lost for flow in flows for port in (flow.path(0)[0], flow.path(0)[-1]))
-    answers, ends = [flow.answers for flow in flows], [flow.end_ps for flow in flows]
-    return _reduced(answers, ends, lost, min(remember, len(parts[0])), size, 100)
-
-
 class _Tree:
-    """PANAMA's: the last of n packets of one number goes on for all to the root; all are acknowledged
-    there."""
+    """PANAMA's: the last of n packets of one number goes on for all; at the root all are acknowledged."""
 
     delay_ps = byte_ps = 0
 
@@ -235,12 +186,12 @@ class _Tree:
             for other in packet.data:
                 other.marked = packet.marked
                 other.flow.receive(other)
-        else:
-            self.waiting[packet.seq].append(packet)
-            if len(self.waiting[packet.seq]) == self.n:
-                packet.data, packet.hop = self.waiting.pop(packet.seq), packet.hop + 1
-                packet.marked = any(other.marked for other in packet.data)
-                packet.go()
+            return
+        self.waiting[packet.seq].append(packet)
+        if len(self.waiting[packet.seq]) == self.n:
+            packet.data, packet.hop = self.waiting.pop(packet.seq), packet.hop + 1
+            packet.marked = any(other.marked for other in packet.data)
+            packet.go()
 
 
 def panama(
@@ -252,16 +203,14 @@ def panama(
     link; the time of a flow of 20 KB in the midst of it (us). Differs: Reno, marks above 30 KB."""
     require_positive_ints(10**4, workers=workers, trees=trees, until_us=until_us)
     require_ints(0, 10**4, plain=plain)
-    net, flows = Network(), []
+    net = Network()
     roots = [Port(net, mark=(30_000, 30_001, 1)) for _ in range(trees)]
 
-    def begin(*switch: _Tree, size=10**9, start_us=0) -> Flow:
-        nic = Port(net)
-        path, to = lambda seq: (nic, *switch, roots[seq % trees]), switch[0] if switch else None
-        return Flow(net, path, size, Reno(), to=to, start_us=start_us)
+    def begin(*tree: _Tree, size=10**9, start_us=0) -> Flow:
+        path = lambda seq, nic=Port(net): (nic, *tree, roots[seq % trees])
+        return Flow(net, path, size, Reno(), to=tree[0] if tree else None, start_us=start_us)
 
-    for tree in map(_Tree, workers):
-        flows.append([begin(tree) for _ in range(tree.n)][0])
+    flows = [[begin(tree) for _ in range(tree.n)][0] for tree in map(_Tree, workers)]
     flows += [begin() for _ in range(plain)]
     short = begin(size=20_000, start_us=until_us / 2)
     net.run(until_us / 3)
@@ -279,20 +228,15 @@ def atp(values, slots: int, *, seed: int = 0) -> tuple[np.ndarray, float]:
     switch added. Differs: all are on their way at once, so no slot is given back."""
     require_positive_ints(slots=slots)
     require_ints(seed=seed)
-    values, chance, pool, inside = _whole(values, 3), Random(seed), {}, 0
-    jobs, n, m = values.shape
-    place = {(job, seq): chance.randrange(slots) for job in range(jobs) for seq in range(m)}
-    arrivals, server = list(np.ndindex(values.shape)), np.zeros((jobs, m), np.int64)
+    values, chance = _whole(values, 3), Random(seed)
+    jobs, _, m = values.shape
+    slot = {(job, seq): chance.randrange(slots) for job in range(jobs) for seq in range(m)}
+    arrivals, users, sums = list(np.ndindex(values.shape)), {}, np.zeros((2, jobs, m), np.int64)
     chance.shuffle(arrivals)
     for job, worker, seq in arrivals:
-        entry = pool.setdefault(place[job, seq], [(job, seq), 0, 0])  # whose, sum, how many
-        if entry[0] == (job, seq):
-            inside += 1
-            entry[1:] = entry[1] + values[job, worker, seq], entry[2] + 1
-            server[job, seq] += entry[1] if entry[2] == n else 0
-        else:
-            server[job, seq] += values[job, worker, seq]
-    return server, inside / len(arrivals)
+        fits = users.setdefault(slot[job, seq], (job, seq)) == (job, seq)
+        sums[int(fits), job, seq] += values[job, worker, seq]
+    return sums.sum(0), len(users) / len(slot)  # the server's and the switch's
 
 
 def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 23, *, guard: int = 0) -> int:
@@ -304,10 +248,8 @@ def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 
     require_ints(0, 29 - min(mantissa_bits, 29), guard=guard)
     top, unit, sign_at = (1 << exponent_bits) - 1, 1 << mantissa_bits, exponent_bits + mantissa_bits
     require_ints(0, (2 << sign_at) - 1, patterns=patterns)
-    most, finite = (
-        1 << 30 - mantissa_bits - guard,
-        all(bits >> mantissa_bits & top < top for bits in patterns),
-    )
+    most = 1 << 30 - mantissa_bits - guard
+    finite = all(bits >> mantissa_bits & top < top for bits in patterns)
     if len(patterns) > most or not finite:
         raise ValueError(f"{len(patterns)} numbers, {finite=}: 32 bits hold the sum of {most} finite ones")
     exponent = total = 0
@@ -317,11 +259,10 @@ def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 
         number, high = -number if bits >> sign_at else number, max(power, exponent, 1)
         total, exponent = (total >> high - exponent) + (number >> high - max(power, 1)), high
     sign, total = (1 << sign_at if total < 0 else 0), abs(total)
-    while total >> guard >= 2 * unit:
-        total, exponent = total >> 1, exponent + 1
-    while 0 < total >> guard < unit and exponent > 1:
-        total, exponent = total << 1, exponent - 1
-    total >>= guard
+    right = max(
+        total.bit_length() - mantissa_bits - 1, guard + 1 - exponent
+    )  # leaves a leading one, if it can
+    total, exponent = total >> right if right > 0 else total << -right, exponent + right - guard
     if exponent >= top:
         return sign | top << mantissa_bits  # infinity
     return sign | (exponent << mantissa_bits if total >= unit else 0) | total & unit - 1
