@@ -4,7 +4,8 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        stage_memory       under a cap of bytes: AdaPipe, mCAP, MPress
        dynapipe           unequal samples, one-way messages: DynaPipe, TriRace
        schedule_search    the shortest schedule there is; a pattern that repeats (Tessel)
-       expert_placement   which ranks hold which experts: FasterMoE, Prophet, FlexMoE, SmartMoE, Lina
+       expert_placement   which ranks hold which experts: FasterMoE, Prophet, FlexMoE
+       expert_pools       the same before loads are known, from samples: SmartMoE, Lina
        expert_overlap     hiding their all-to-alls: PipeMoE, ScheMoE, Lina, MPipeMoE, DeepSeek-V3
        communication_order   what is sent when: Poseidon, P3, TicTac, ByteScheduler, PACE, DeAR, CoCoNet
        communication_search  tuners and placements: ByteScheduler, Syndicate, Centauri, P^2

@@ -10,6 +10,7 @@ import pytest
 
 from minitrain.plan.simulate.machines import machine
 from minitrain.systems.plan import expert_placement as plan
+from minitrain.systems.plan import expert_pools
 from minitrain.systems.plan.expert_placement import Costs, Expand, Migrate, Shrink
 
 
@@ -230,12 +231,12 @@ def test_smartmoe():
     for seed in range(60):
         draw = random.Random(seed)
         loads = zipf(8, draw.uniform(0, 1.5), seed) if seed % 2 else draw.choices(range(99), k=8)
-        holders = plan.greedy(loads, 4)
+        holders = expert_pools.greedy(loads, 4)
         assert sorted(r for (r,) in holders) == [0, 0, 1, 1, 2, 2, 3, 3]
-        found, turns = largest(loads, holders, 4), largest(loads, plan.round_robin(8, 4), 4)
+        found, turns = largest(loads, holders, 4), largest(loads, expert_pools.round_robin(8, 4), 4)
         assert found == min(max(sum(loads[e] for e in part) for part in parts) for parts in ALL_PAIRS)
         better += found < turns
-    assert better > 40 and plan.round_robin(5, 2) == ((0,), (1,), (0,), (1,), (0,))
+    assert better > 40 and expert_pools.round_robin(5, 2) == ((0,), (1,), (0,), (1,), (0,))
     assert len(ALL_PAIRS) == 105
 
 
@@ -246,14 +247,14 @@ def test_greedy_of_three_a_rank_is_within_a_tenth_of_the_best(experts, ranks):
         draw = random.Random(seed)
         loads = [draw.randint(1, 99) for _ in range(experts)]
         best = min(max(sum(loads[e] for e in part) for part in parts) for parts in every)
-        gaps.append(largest(loads, plan.greedy(loads, ranks), ranks) / best)
+        gaps.append(largest(loads, expert_pools.greedy(loads, ranks), ranks) / best)
     assert 1 < max(gaps) < 1.1
 
 
 def test_smartmoe_switches_when_that_pays():
     """The pool is made offline; online a placement is taken if its gain over the steps exceeds the way to it."""
     samples = [zipf(8, 0.5, seed) for seed in range(5)]
-    pool, costs = plan.pool([*samples, samples[0]], 4), Costs(1e-6, 0.0, 1.0)
+    pool, costs = expert_pools.pool([*samples, samples[0]], 4), Costs(1e-6, 0.0, 1.0)
     assert pool[0] == plan.owners(8, 4) and len(pool) == len({*pool}) == 6
     loads, current = samples[3], pool[3]
 
@@ -261,10 +262,12 @@ def test_smartmoe_switches_when_that_pays():
         moved = sum(a != b for a, b in zip(current, holders))
         return steps * 3 * float(largest(loads, holders, 4)) * 1e-6 + 7 * moved
 
-    taken = {steps: plan.switched(pool, current, loads, costs, steps) for steps in (0, 1, 300, 600, 10_000)}
+    taken = {
+        steps: expert_pools.switched(pool, current, loads, costs, steps) for steps in (0, 1, 300, 600, 10_000)
+    }
     for steps, holders in taken.items():
         assert total(holders, steps) == min(total(other, steps) for other in pool)
     assert taken[0] == taken[1] == current and len({*taken.values()}) > 1
-    stranger = plan.round_robin(8, 4)
-    assert plan.switched(pool, stranger, loads, costs, steps=0) == stranger, "who stays pays nothing"
-    assert largest(loads, taken[10_000], 4) == largest(loads, plan.greedy(loads, 4), 4)
+    stranger = expert_pools.round_robin(8, 4)
+    assert expert_pools.switched(pool, stranger, loads, costs, steps=0) == stranger, "who stays pays nothing"
+    assert largest(loads, taken[10_000], 4) == largest(loads, expert_pools.greedy(loads, 4), 4)

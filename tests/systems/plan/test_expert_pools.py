@@ -6,9 +6,10 @@ from itertools import permutations, product
 
 import pytest
 
-from minitrain.systems.plan import expert_placement as plan
-from minitrain.systems.plan.expert_placement import Costs, Grid, greedy, owners, round_robin
-from minitrain.systems.plan.expert_placement import MoELayer as Layer
+from minitrain.systems.plan import expert_pools
+from minitrain.systems.plan.expert_placement import Costs, owners
+from minitrain.systems.plan.expert_pools import Grid, greedy, round_robin
+from minitrain.systems.plan.expert_pools import MoELayer as Layer
 
 LAYER = Layer(experts=8, expert_weights=24, dense_weights=48)
 GIB = 2**30
@@ -48,9 +49,11 @@ def test_a_pool_is_switched_by_placement_alone():
     """Inside a grid: dense layers stay, a rank gets as many elements as it gives up, all of whole shards of experts,
     and the bytes are those counted element by element. Between grids something is cut anew, or sizes change.
     """
-    every = plan.grids(8, LAYER, 1, GIB)
+    every = expert_pools.grids(8, LAYER, 1, GIB)
     assert len(every) == 10 and {grid.dp * grid.ep * grid.tp for grid in every} == {8}
-    assert {grid.ep for grid in plan.grids(6, LAYER, 1, GIB)} == {1, 2}, "8 experts on 3 places are uneven"
+    assert {grid.ep for grid in expert_pools.grids(6, LAYER, 1, GIB)} == {1, 2}, (
+        "8 experts on 3 places are uneven"
+    )
     held = {grid: shards(grid, owners(8, grid.ep), LAYER) for grid in every}
     moved = 0
     for grid, other in product(every, repeat=2):
@@ -65,7 +68,7 @@ def test_a_pool_is_switched_by_placement_alone():
             shard = LAYER.expert_weights // grid.tp
             assert [got.total() for got in new] == [given.total() for given in old]
             assert all(name != "dense" and size == shard for got in new for name, size in got.items())
-            found = plan.switch_bytes(grid, owners(8, grid.ep), holders, LAYER, 14)
+            found = expert_pools.switch_bytes(grid, owners(8, grid.ep), holders, LAYER, 14)
             assert found == 14 * sum(got.total() for got in new)
             moved += found > 0
     assert moved > 20
@@ -94,12 +97,12 @@ def test_smartmoe_chooses_the_pool_offline():
             for ep, tp in product((1, 2, 4, 8), repeat=2)
             if ep * tp <= 8 and 48 // tp + 8 // ep * 24 // tp <= most
         ]
-        found = plan.grids(8, LAYER, 2, 2 * most)
+        found = expert_pools.grids(8, LAYER, 2, 2 * most)
         assert found == fit
-        pools = {one: plan.pool(samples, one.ep) for one in found}
+        pools = {one: expert_pools.pool(samples, one.ep) for one in found}
         best = lambda grid, loads: min(by_hand(grid, holders, loads, costs) for holders in pools[grid])
         times = {grid: sum(best(grid, loads) for loads in samples) for grid in fit}
-        best = plan.best_grid(pools, samples, LAYER, costs)
+        best = expert_pools.best_grid(pools, samples, LAYER, costs)
         assert times[best] == pytest.approx(min(times.values()), rel=1e-12)
         taken.add(best)
     assert len(taken) > 3 and len({grid.tp for grid in taken}) > 1, "links, weights and memory decide"
@@ -109,6 +112,6 @@ def test_of_equal_grids_the_first_is_taken():
     """Even loads, and copies that cost nothing: all grids take the same time."""
     loads, free = [1] * 8, Costs(1.0, 0.0, 0.0)
     for first, *others in permutations(Grid(8 // ep, ep, 1) for ep in (1, 2, 4)):
-        pools = {one: plan.pool([loads], one.ep) for one in (first, *others)}
-        assert len({plan.step_s(one, pools[one][0], loads, LAYER, free) for one in pools}) == 1
-        assert plan.best_grid(pools, [loads], LAYER, free) == first
+        pools = {one: expert_pools.pool([loads], one.ep) for one in (first, *others)}
+        assert len({expert_pools.step_s(one, pools[one][0], loads, LAYER, free) for one in pools}) == 1
+        assert expert_pools.best_grid(pools, [loads], LAYER, free) == first

@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 
 import pytest
 
-from minitrain.systems.plan import expert_placement as plan
+from minitrain.systems.plan import expert_pools
 from minitrain.systems.plan.expert_placement import owners, shared_loads
 
 EXPERTS, RANKS, SLOTS, LAYERS = 8, 4, 4, 4
@@ -32,7 +32,7 @@ def test_at_most_a_twentieth_above_the_best_of_all_placements(experts, ranks, sl
         draw = random.Random(seed)
         loads = [draw.randint(0, 60) * draw.choice([1, 1, 6]) for _ in range(experts)]
         best = min(max(_loads(loads, holders, ranks)) for holders in every)
-        holders = plan.placed(loads, ranks, slots)
+        holders = expert_pools.placed(loads, ranks, slots)
         assert holders in every
         gaps.append(float(busiest(loads, holders, ranks)) / best)
     assert 1 < max(gaps) <= 1.05 and min(gaps) > 1 - 1e-12
@@ -47,12 +47,14 @@ def _loads(loads, holders, ranks):
 
 
 def test_the_popular_have_replicas_and_the_others_share_a_rank():
-    assert plan.placed([60, 20, 20, 20], 3, 2) == ((0, 1, 2), (0,), (1,), (2,)), "40 rows on each"
-    assert plan.placed([90, 10, 10, 10], 4, 3) == ((0, 1, 2), (3,), (3,), (3,)), "30 rows on each"
-    assert plan.placed([40, 40, 40, 40], 4, 3) == ((0,), (1,), (2,), (3,)), "as few replicas as will do"
-    assert plan.placed([0, 0], 2, 1) == ((0,), (1,))
-    assert plan.placed([8, 1], 2, 1) == ((0,), (1,)), "no slot is left for a replica"
-    assert plan.placed([8, 1], 2, 2) == ((0, 1), (0, 1)), "two slots more, and a half of each is even"
+    assert expert_pools.placed([60, 20, 20, 20], 3, 2) == ((0, 1, 2), (0,), (1,), (2,)), "40 rows on each"
+    assert expert_pools.placed([90, 10, 10, 10], 4, 3) == ((0, 1, 2), (3,), (3,), (3,)), "30 rows on each"
+    assert expert_pools.placed([40, 40, 40, 40], 4, 3) == ((0,), (1,), (2,), (3,)), (
+        "as few replicas as will do"
+    )
+    assert expert_pools.placed([0, 0], 2, 1) == ((0,), (1,))
+    assert expert_pools.placed([8, 1], 2, 1) == ((0,), (1,)), "no slot is left for a replica"
+    assert expert_pools.placed([8, 1], 2, 2) == ((0, 1), (0, 1)), "two slots more, and a half of each is even"
 
 
 def walk(draw, follows, topic):
@@ -79,14 +81,14 @@ def world():
 
 def outcomes(samples, length):
     """(rows of the busiest rank placed by the guess, in a uniform placement, if all were known) of each batch and layer."""
-    profile, found = plan.profiled(samples, length), []
+    profile, found = expert_pools.profiled(samples, length), []
     for batch in world()[1]:
         for layer in range(1, LAYERS):
             loads = [sum(path[layer] == e for path in batch) for e in range(EXPERTS)]
-            guess = plan.expected(profile, layer, [path[:layer] for path in batch], EXPERTS)
+            guess = expert_pools.expected(profile, layer, [path[:layer] for path in batch], EXPERTS)
             assert sum(guess) == len(batch)
-            by_guess = plan.placed(guess, RANKS, SLOTS)
-            known = plan.placed(loads, RANKS, SLOTS)
+            by_guess = expert_pools.placed(guess, RANKS, SLOTS)
+            known = expert_pools.placed(loads, RANKS, SLOTS)
             found.append([busiest(loads, holders) for holders in (by_guess, owners(EXPERTS, RANKS), known)])
     return found
 
@@ -110,10 +112,10 @@ def test_lina_places_by_popularity():
 
 
 def test_a_guess_is_exact_where_the_path_decides():
-    profile = plan.profiled([(0, 1, 2), (1, 0, 1), (0, 1, 2)], 1)
-    assert plan.expected(profile, 2, [(0, 1), (1, 0), (1, 0)], 3) == [0, 2, 1]
-    assert plan.expected(profile, 0, [(), ()], 3) == [Fraction(4, 3), Fraction(2, 3), 0]
-    assert plan.expected(profile, 1, [(2,)], 3) == [Fraction(1, 3), Fraction(2, 3), 0], (
+    profile = expert_pools.profiled([(0, 1, 2), (1, 0, 1), (0, 1, 2)], 1)
+    assert expert_pools.expected(profile, 2, [(0, 1), (1, 0), (1, 0)], 3) == [0, 2, 1]
+    assert expert_pools.expected(profile, 0, [(), ()], 3) == [Fraction(4, 3), Fraction(2, 3), 0]
+    assert expert_pools.expected(profile, 1, [(2,)], 3) == [Fraction(1, 3), Fraction(2, 3), 0], (
         "a path that no sample took"
     )
 
@@ -121,10 +123,12 @@ def test_a_guess_is_exact_where_the_path_decides():
 def test_longer_paths_see_further():
     """The expert two layers back decides: one layer tells nothing."""
     samples = [(a, 0, a) for a in (0, 1, 2, 2)]
-    guesses = [plan.expected(plan.profiled(samples, length), 2, [(1, 0)], 3) for length in (0, 1, 2)]
+    guesses = [
+        expert_pools.expected(expert_pools.profiled(samples, length), 2, [(1, 0)], 3) for length in (0, 1, 2)
+    ]
     assert guesses == [[Fraction(1, 4), Fraction(1, 4), Fraction(1, 2)]] * 2 + [[0, 1, 0]]
 
 
 def test_of_equally_popular_experts_the_first():
     """Expert 0 has a second replica, and 1 and 2 have as many rows: the next is for 1."""
-    assert plan.placed([3, 2, 2], 3, 2) == ((1, 2), (1, 2), (0,))
+    assert expert_pools.placed([3, 2, 2], 3, 2) == ((1, 2), (1, 2), (0,))
