@@ -1,7 +1,7 @@
 """From a kill to the next finished step, three ways in turns: `python -m benchmarks recovery --tries 3`.
 
 Four ranks train a GPT by Trainer or Survivor, float32, a step every 50 ms at least; rank 2 is killed in the
-middle of a step. Survivors go on as three (dp from each other, ZeRO-1 from copies); `supervise` starts four
+middle of a step. Survivors go on as three (dp from each other, ZeRO-1 from copies); `restarts` start four
 new ranks, which load a checkpoint of every fifth step; torchrun does so too, with new Pythons. A time on a
 shared machine means little: read the ratios.
 """
@@ -24,7 +24,6 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Text
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
-from minitrain.systems.faults.supervise import supervise
 from minitrain.systems.faults.survive import Survivor
 
 CONFIG = GPTConfig(vocab_size=256, d_model=64, num_layers=4, num_heads=4, max_positions=64)
@@ -90,8 +89,8 @@ def one_try(way: str) -> tuple[float, int, int]:
             given = dict(ranks=RANKS, survive=True, timeout_s=120)
             out = [one for one in launch.run(survive, folder, int("ZeRO" in way), **given) if one]
             redone, moved = max(r for r, _ in out), sum(m for _, m in out)
-        elif way == "supervise":
-            supervise(resume, folder, ranks=RANKS, timeout_s=120, restarts=1)
+        elif way == "restarts":
+            launch.run(resume, folder, ranks=RANKS, timeout_s=120, restarts=1)
         else:
             program = "from benchmarks import recovery\nfrom minitrain import launch\n"
             Path(folder, "job.py").write_text(
@@ -113,17 +112,13 @@ def one_try(way: str) -> tuple[float, int, int]:
 
 
 def report(tries: int = 3) -> str:
-    ways = ("survivors, dp", "survivors, ZeRO-1", "supervise", "torchrun")
+    ways = ("survivors, dp", "survivors, ZeRO-1", "restarts", "torchrun")
     found = {way: [] for way in ways}
     for _ in range(tries):
         for way in ways:
             found[way].append(one_try(way))
     seconds = {way: statistics.median(s for s, *_ in tried) for way, tried in found.items()}
-    files = {
-        "survivors, dp": ("survive.py", "live.py"),
-        "survivors, ZeRO-1": ("survive.py", "live.py", "copies.py"),
-    }
-    files |= {"supervise": ("supervise.py",), "torchrun": ()}
+    files = {way: ("survive.py", "live.py") if "survivors" in way else () for way in ways}
     lines = [f"{'way':20} {'s':>7} {'ratio':>6} {'redone':>7} {'moved':>16} {'lines':>6}"]
     for way, tried in found.items():
         length = sum(len((ROOM / name).read_text().splitlines()) for name in files[way])

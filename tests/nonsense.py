@@ -63,7 +63,7 @@ from tests.saving import Quick
 
 CALLS = Path(__file__).with_suffix(".tsv")
 ELSEWHERE = {  # rooms of the package, and what asks them
-    "cli course ranks.launch systems.faults.supervise": (
+    "cli course ranks.launch": (
         "words of a command line, ranks to start, pictures: tests of their own give them wrong words"
     ),
     "ranks.collectives": "every call is compared across ranks: tests/ranks/collectives gives wrong sizes and types on 2 and 4",

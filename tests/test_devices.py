@@ -46,7 +46,7 @@ MAKERS = "arange as_tensor empty empty_strided eye from_numpy full linspace logs
 MAKERS += " randperm scalar_tensor tensor tril_indices triu_indices zeros"
 ON_THE_HOST = {  # where, and why
     "systems/attention/packed.py:__init__": "counts on their way to a list",
-    "systems/faults/copies.py:keep": "a length",
+    "systems/faults/live.py:keep": "a length",
     "systems/faults/survive.py:_vote": "two numbers of the host's",
     "checkpoint/first.py:load": "which elements were found: a mask, kept beside the files' bytes",
     "checkpoint/load.py:read": "what a file has",

@@ -96,7 +96,6 @@ def train(
     settings = replace(check(settings), chaos=chaos)
     from minitrain.ranks import launch
     from minitrain.systems.faults.chaos import Plan
-    from minitrain.systems.faults.supervise import supervise
 
     Plan.parse(chaos, strategy.ranks)
     settings = replace(settings, resume=resume or restarts > 0)
@@ -104,10 +103,7 @@ def train(
         fn, more = train_on_rank, dict(ranks=strategy.ranks, timeout_s=WEEK_S)
         if survive or replace_s:
             fn, more = train_surviving, more | dict(survive=survive, replace_s=replace_s)
-        if restarts:
-            supervise(fn, settings, restarts=restarts, **more)
-        else:  # torchrun's own count of restarts stays as it is
-            launch.run(fn, settings, **more)
+        launch.run(fn, settings, restarts=restarts, **more)
     except KeyboardInterrupt:
         cure = "the same command with --resume goes on from the last checkpoint"
         typer.echo(f"interrupted; {cure if checkpoint else 'nothing was saved'}")

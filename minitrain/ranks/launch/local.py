@@ -61,9 +61,9 @@ def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, ech
 
 class Launch:  # the ranks of one `run`
     def __init__(
-        self, ranks: int, echo: bool, grace_s: float | None, survive=False, replace_s=None, hung_s=None
+        self, ranks: int, echo: bool, grace_s=None, survive=False, replace_s=None, hung_s=None, life=0
     ):
-        self.survive, self.replace_s, self.hung_s = survive, replace_s, hung_s
+        self.survive, self.replace_s, self.hung_s, self.life = survive, replace_s, hung_s, life
         self.ranks, self.echo, self.cells, self.grace_s = ranks, echo, notebook_cells(), grace_s
         self.states = dict.fromkeys(range(ranks), "start")  # -> "there" -> "ready" -> "done" or "error"
         self.pids: dict[int, int] = {}
@@ -84,6 +84,7 @@ class Launch:  # the ranks of one `run`
             end.close()
         os.mkdir(self.directory, 0o700)  # for its owner only
         environ = os.environ | ONE_THREAD | {"MINITRAIN_INSIDE": "1"}
+        environ |= {"TORCHELASTIC_RESTART_COUNT": str(self.life)}
         environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.ranks))
         environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
         # lines of code that no file holds, so that a rank can quote them

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_positive, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 from minitrain.ranks.launch import local, pickled, report
 from minitrain.ranks.launch import ranks as launch_ranks
 from minitrain.ranks.launch.report import LaunchTimeout, RankError
@@ -53,6 +53,7 @@ def run(
     survive: bool = False,
     replace_s: float | None = None,
     hung_s: float | None = None,
+    restarts: int = 0,
 ) -> list:
     """Call fn(*args) on every rank and return the results in rank order.
 
@@ -69,7 +70,10 @@ def run(
     With `survive` a rank that dies ends itself alone, and its result is None: collectives of the others raise
     a RuntimeError, and `team().regroup()` gives them their next group (team.py). `replace_s` after a death a
     newcomer comes, with a result of its own. When nobody has got on for `hung_s`, longer than any rank works
-    without a collective, the one furthest behind is killed. A rank that raises still ends the launch."""
+    without a collective, the one furthest behind is killed. A rank that raises still ends the launch.
+
+    A launch that fails is made anew up to `restarts` times, TORCHELASTIC_RESTART_COUNT as in torchrun: for an
+    fn that goes on from its checkpoints. Each error is printed, the last is raised."""
     if os.environ.get("MINITRAIN_INSIDE"):
         cure = "call run from the outside, or use dist.new_group for fewer ranks than there are"
         raise ValueError(f"run was called inside a rank; a rank cannot start ranks: {cure}")
@@ -78,10 +82,13 @@ def run(
     times = dict(timeout_s=timeout_s, start_timeout_s=start_timeout_s, grace_s=grace_s)
     times |= dict(replace_s=replace_s, hung_s=hung_s)
     require_positive_ints(ranks=ranks)
+    require_ints(restarts=restarts)
     require_positive(**{name: seconds for name, seconds in times.items() if seconds not in (None, math.inf)})
     if survive and (grace_s or in_a_job()) or not survive and (replace_s or hung_s):
         need = "replace_s and hung_s need it, grace_s ends all, and so does torchrun"
         raise ValueError(f"survive={survive} with {grace_s=}, {replace_s=}, {hung_s=}: {need}")
+    if restarts and in_a_job():
+        raise ValueError(f"restarts={restarts} in a job of torchrun: give it --max-restarts")
     checked = os.environ.get("MINITRAIN_CHECKED") != "0" if checked is None else checked
     timeout_s, start_timeout_s = min(timeout_s, LONGEST_S), min(start_timeout_s, LONGEST_S)
     if in_a_job():
@@ -91,8 +98,14 @@ def run(
         return job.run(fn, args, timeout_s, checked)
     with PROCESS.lock:
         call = pickled.call(fn, args)
-        faults = grace_s, survive, replace_s, hung_s
-        return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, *faults)
+        for life in range(restarts + 1):
+            try:
+                faults = grace_s, survive, replace_s, hung_s, life
+                return local.run_local(call, int(ranks), timeout_s, start_timeout_s, checked, echo, *faults)
+            except RankError as error:
+                if life == restarts:
+                    raise
+                print(f"{error}; restart {life + 1} of {restarts}", file=sys.stderr, flush=True)
 
 
 class Job:

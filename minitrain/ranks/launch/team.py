@@ -202,7 +202,7 @@ class Hung:
         agreed, beats = self.roll.agreed, self.roll.beats
         members = [one for one in self.roll.read()[1] if one in pids and agreed[one] != DONE]
         far = {one: (agreed[one].item(), beats[one].item()) for one in members}
-        before, self.queued = self.queued, {one: schedstat(pids[one]) for one in members}
+        before, self.queued = self.queued, {one: queued_s(pids[one]) for one in members}
         waited = (queued - before.get(one, queued) for one, queued in self.queued.items())
         self.looked, since = time.monotonic(), self.looked
         self.still_s += max(0.0, self.looked - since - max(waited, default=0.0))
@@ -216,8 +216,8 @@ class Hung:
         return min(far, key=lambda one: (alive[one], far[one]))
 
 
-def schedstat(pid: int) -> float:
-    """For how many seconds the main thread of a process was ready to run and did not, so far."""
+def queued_s(pid: int | str) -> float:
+    """Seconds that the main thread of a process, or "thread-self", was ready to run and did not; of Linux."""
     with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
     return 0.0

@@ -16,6 +16,7 @@ beside the matrix, not rows of it; errors are found, and not mended.
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -24,10 +25,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.checkpoint.format import bytes_of
-from minitrain.data_parallel.states import copied
 from minitrain.ranks import collectives
 from minitrain.ranks.pieces import Piece
 from minitrain.systems.checkpoint.in_memory import gather_plain
+from minitrain.systems.faults.live import Live
 
 
 def digest(x: Tensor) -> int:
@@ -55,22 +56,12 @@ def odd_replicas(pieces: Iterable[Piece]) -> list[tuple[int, str]]:
 def replayed(run, batch, clip: float | None = None) -> tuple:
     """`run.step(batch, clip)` twice from the same state: its result, and (global rank, name) where a gradient
     before its sum came out otherwise, or if none did, what the step left: the first in the order of backward.
-    Takes two steps and a copy of the state, and sends 8 bytes and the longest of these names per rank more.
-    The optimizer must have its state here, as torch's have."""
-    optimizer, seen = run.sync.optimizer, []
-    saved = [piece for piece in run.pieces() if piece.name.split("/")[0] not in ("optimizer", "random")]
-    values, before = [piece.values.clone() for piece in saved], copied(dict(optimizer.state))
-    scale = run.scale.state_dict() if run.scale else {}
+    Takes two steps and a copy of the state, and sends of each piece some 100 bytes of text to all more."""
+    saved = [replace(piece, values=piece.values.clone()) for piece in run.pieces()]
+    before, seen = Live([(saved, run.plain_state())], collectives.world()), []
     for attempt in range(2):
         if attempt:
-            with torch.no_grad():
-                for piece, value in zip(saved, values):
-                    piece.values.copy_(value)
-            optimizer.state.clear()
-            optimizer.state.update(before)
-            if run.scale:
-                run.scale.load_state_dict(scale)
-            run.sync.publish()
+            run.load_pieces(before)  # from itself
             collectives.announce("update", batch)  # the weights are others again
         grads: Counter[str] = Counter()  # sums over microbatches, in the order of backward
         with ExitStack() as hooks:

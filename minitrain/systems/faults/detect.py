@@ -15,7 +15,6 @@ Gershon et al. 2024, Vela, arXiv:2407.05467; Wu et al. 2023, TRANSOM, arXiv:2310
 recorder. Differs: probes, where C4 reads times of the job's own messages; one clock, as on one machine.
 """
 
-import os
 import threading
 import time
 from collections import Counter, defaultdict, namedtuple
@@ -29,10 +28,10 @@ from torch.distributed import ProcessGroup
 
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.launch.team import queued_s
 from minitrain.ranks.process import PROCESS
 
 BEAT_S, BEATS = 0.05, 10
-QUEUE = "/proc/thread-self/schedstat"  # of Linux: on a core, in the run queue (ns), turns
 
 
 class Heartbeat(ExitStack):
@@ -80,18 +79,16 @@ class LocalTime(ExitStack):
     """`with LocalTime() as clock`: `clock.lap()` is this rank's own time since the last one, in seconds."""
 
     def __enter__(self) -> "LocalTime":
-        self.queue = self.enter_context(open(QUEUE)) if os.path.exists(QUEUE) else None
         self.inner, self.waited, self.last = PROCESS.begin, 0.0, self.now()
         self.callback(setattr, PROCESS, "begin", self.inner)
         PROCESS.begin = self._begin
         return self
 
     def now(self) -> float:
-        queued = lambda: int(os.pread(self.queue.fileno(), 64, 0).split()[1]) if self.queue else 0
-        before, now = queued(), time.perf_counter()
-        while (after := queued()) != before:  # it has waited between the two
-            before, now = after, time.perf_counter()
-        return now - before / 1e9
+        queued, now = queued_s("thread-self"), time.perf_counter()
+        while (after := queued_s("thread-self")) != queued:  # it has waited between the two
+            queued, now = after, time.perf_counter()
+        return now - queued
 
     def lap(self) -> float:
         now = self.now()

@@ -1,7 +1,7 @@
-"""A checkpoint that is nowhere: the pieces that ranks have in memory, for a run of any other layout.
+"""State that is on no disk: pieces that ranks have in memory, for a run of any other layout.
 
-    live = Live(old_run.pieces(), old_run.plain_state(), group)     what each rank of `group` can give
-    new_run.load_pieces(live)                                       what each of them wants
+    live = Live([(old_run.pieces(), old_run.plain_state())], group)     what each rank of `group` can give
+    new_run.load_pieces(live)                                           what each of them wants
 
 It is a checkpoint/load.Saved, whose entries are pieces that ranks have: `check` also notes what this rank
 wants; at the first `fill` ranks tell each other, and one all-to-all moves it. What a rank has itself moves
@@ -12,12 +12,14 @@ they are.
 
 Survivors go on with it (survive.py); a job changes its layout, an actor goes from training to generating.
 Duan et al. 2024, Parcae, NSDI (live migration); Yao et al. 2023, DeepSpeed-Chat, arXiv:2308.01320, section 4
-(the hybrid engine). Differs: any layout to any other, optimizer states too.
+(the hybrid engine). Differs: any layout to any other, optimizer states too. `Copies` are for pieces that one
+rank alone has.
 """
 
+import io
 import math
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -28,28 +30,32 @@ from torch.distributed import ProcessGroup
 
 from minitrain.checkpoint.load import Saved
 from minitrain.ranks import collectives
-from minitrain.ranks.pieces import Piece, overlap, part_of
-from minitrain.systems.checkpoint.in_memory import gather_plain
+from minitrain.ranks.checks import require_ints
+from minitrain.ranks.pieces import Piece, overlap, part_of, share_out
+from minitrain.systems.checkpoint.in_memory import Lost, gather_plain
 
+Share = tuple[Iterable[Piece], dict[str, Any]]  # pieces and plain state, as a run gives them
 Given = namedtuple("Given", "name whole start shape dtype givers")  # {rank: which of its pieces it is}
 
 
 class Live(Saved):
-    """All ranks of `group` make it and load from it together; a rank may have nothing to give. A piece that
-    nobody has is a ValueError of `check`, before anything has changed."""
+    """All ranks of `group` make it and load from it together; a rank may have nothing to give, or shares of
+    others as well. A piece that nobody has is a ValueError of `check`, before anything has changed."""
 
     lacks = "the ranks have {}: those that had it are gone, or it is of another model"
 
-    def __init__(self, pieces: Iterable[Piece], plain: dict[str, Any], group: ProcessGroup):
+    def __init__(self, shares: Iterable[Share], group: ProcessGroup):
+        shares = list(shares)
         self.group, self.rank, self.moved_bytes = group, group.rank(), 0
-        self.mine, given = lasting(pieces), {}
-        everyone = gather_plain((told(self.mine), plain), group)
+        self.mine, given = [piece for pieces, _ in shares for piece in lasting(pieces)], {}
+        told = [(p.name, p.whole, p.start, p.shape, str(p.values.dtype)[6:]) for p in self.mine]
+        everyone = gather_plain((told, [plain for _, plain in shares]), group)
         for rank, (theirs, _) in enumerate(everyone):
             for number, (name, whole, start, shape, dtype) in enumerate(theirs):
                 what = name, tuple(whole), tuple(start), tuple(shape), getattr(torch, dtype)
                 given.setdefault(what, Given(*what, {})).givers[rank] = number
-        entries = [given.values()] + [()] * (len(everyone) - 1)
-        super().__init__(SimpleNamespace(entries=e, plain=own) for e, (_, own) in zip(entries, everyone))
+        files = [SimpleNamespace(entries=(), plain=plain) for _, those in everyone for plain in those]
+        super().__init__([SimpleNamespace(entries=given.values(), plain={}), *files])
         self.wants: dict[tuple, list] = {}  # of a piece -> [(giver, number, start, shape)]
         self.arrived: dict[tuple, Tensor] | None = None
 
@@ -87,30 +93,18 @@ class Live(Saved):
         asked = gather_plain([[what for _, *what in one] for one in coming], self.group)
         going = [[flat_bytes(part_of(self.mine[own], *at)) for own, *at in one[self.rank]] for one in asked]
         places = [[(self.entries[key[0]][0].dtype, shape) for key, _, _, shape in one] for one in coming]
-        sends = [sum(map(len, parts)) for parts in going]
-        receives = [sum(math.prod(shape) * dtype.itemsize for dtype, shape in one) for one in places]
+        sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in one] for one in places]
         nothing = torch.empty(0, dtype=torch.uint8, device=self.mine[0].values.device if self.mine else "cpu")
-        data = torch.cat([nothing, *chain(*going)])
-        data = collectives.all_to_all(data, self.group, send_sizes=sends, receive_sizes=receives, name="live")
-        self.moved_bytes = sum(sends)
-        self.arrived = dict(zip((key for one in coming for key, *_ in one), tensors(data, chain(*places))))
+        data, sends = torch.cat([nothing, *chain(*going)]), [sum(map(len, parts)) for parts in going]
+        how = dict(send_sizes=sends, receive_sizes=[*map(sum, sizes)], name="live")
+        parts = collectives.all_to_all(data, self.group, **how).split([*chain(*sizes)])
+        self.moved_bytes, keys = sum(sends), (key for one in coming for key, *_ in one)
+        whole = (x.clone().view(dtype).view(shape) for x, (dtype, shape) in zip(parts, chain(*places)))
+        self.arrived = dict(zip(keys, whole))
 
 
 def lasting(pieces: Iterable[Piece]) -> list[Piece]:
     return [piece for piece in pieces if not piece.name.startswith("random/")]
-
-
-def told(pieces: list[Piece]) -> list[tuple]:
-    """What they are, for others to hear."""
-    return [(p.name, p.whole, p.start, p.shape, str(p.values.dtype)[6:]) for p in pieces]
-
-
-def tensors(data: Tensor, places: Iterable[tuple]) -> Iterator[Tensor]:
-    """Copies out of a row of bytes, of each (dtype, shape) one after the other."""
-    for dtype, shape in places:
-        size = math.prod(shape) * dtype.itemsize
-        yield data[:size].clone().view(dtype).view(shape)
-        data = data[size:]
 
 
 def key_of(piece: Piece) -> tuple:
@@ -119,3 +113,59 @@ def key_of(piece: Piece) -> tuple:
 
 def flat_bytes(x: Tensor) -> Tensor:
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Copies:
+    """Each rank's share of the state once more in its neighbour's memory, where nobody else holds the same.
+
+        copies.keep(number, step, run)    rank r has its own share of this step, and that of rank r - 1
+        copies.whole(group)               the newest step of which every share is somewhere; those it has
+
+    Of n ranks any may die, more at once too, but for neighbours: then what the one had and its copy at the
+    other are gone, and `whole` is Lost. Sends one share per rank and step that is copied (with ZeRO and Adam
+    in float32 12P/n bytes, and what torch.save adds), and 8 bytes ahead of it. Memory: both shares, of the
+    last two steps that were copied, for a rank may die while one is under way. Wang et al. 2023, Gemini,
+    SOSP, sections 4 and 5. Differs: as tensors in the process that trains, since that survives."""
+
+    def __init__(self, every: int = 1):
+        """Of each `every`-th step, 0: of none."""
+        require_ints(every=every)
+        self.every, self.sent_bytes = every, 0
+        self.shares: dict[tuple, dict] = {}  # (number, step, ranks) -> {rank: share}
+
+    def keep(self, number: int, step: int, run, first: bool = False) -> None:
+        """On all ranks: copy the shares of `step`, if it is one to copy, or the `first` of a layout. Numbers
+        rise, also where steps are made again."""
+        if not self.every or step % self.every and not first:
+            return
+        world, file = collectives.world(), io.BytesIO()
+        rank, ranks = world.rank(), world.size()
+        pieces = [
+            (p.name, p.whole, p.start, p.values.cpu().clone()) for p in lasting(share_out(run.pieces()))
+        ]
+        torch.save((pieces, run.plain_state()), file)
+        mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+        shares = {rank: mine}
+        if ranks > 1:
+            to, before = (rank + 1) % ranks, (rank - 1) % ranks
+            size = collectives.exchange(torch.tensor([len(mine)]), to, before, world)
+            like = mine.new_empty(int(size))
+            shares[before] = collectives.exchange(mine, to, before, world, like=like)
+            self.sent_bytes += 8 + len(mine)
+        self.shares[number, step, ranks] = shares
+        for old in sorted(self.shares)[:-2]:
+            del self.shares[old]
+
+    def whole(self, group: ProcessGroup) -> tuple[int, list[Share]]:
+        """The newest step of which every share is somewhere, and those that are here. Lost: there is none."""
+        held = [(at, sorted(shares)) for at, shares in self.shares.items()]
+        there: dict[tuple, set[int]] = {}
+        for at, owners in chain(*gather_plain(held, group)):
+            there.setdefault(tuple(at), set()).update(owners)
+        gone = {at: min(set(range(at[2])) - owners, default=None) for at, owners in sorted(there.items())}
+        if not (whole := [at for at, rank in gone.items() if rank is None]):
+            said = [f"the share of rank {rank} of {n} at step {step}" for (_, step, n), rank in gone.items()]
+            raise Lost(f"{said[-1]} has died with its neighbour's copy" if said else "nothing was copied")
+        files = self.shares.get(whole[-1], {}).values()
+        found = [torch.load(io.BytesIO(file.numpy())) for file in files]
+        return whole[-1][1], [([Piece(*one) for one in pieces], plain) for pieces, plain in found]

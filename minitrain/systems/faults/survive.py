@@ -10,7 +10,7 @@
 So survivors stand at the same step without a copy of anything, and no finished step is lost. A new layout is
 voted for likewise: loaded, entered, passed; until then what it is loaded from is the truth. What a rank of it
 needs comes from pieces that others have (live.py). Where a state has one holder, as in ZeRO, it comes from
-`Copies` (copies.py), of the last step that was copied; those after it are made again.
+`Copies`, of the last step that was copied; those after it are made again.
 
 Sends 16 bytes per rank and step for the vote, an all-reduce; after a death what live.py says. Memory: while a
 layout changes, both. Lost: some state is on no rank any more, and `restore` has none from a disk. An error
@@ -26,11 +26,10 @@ from typing import Any
 import torch
 
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_ints, require_positive
+from minitrain.ranks.checks import require_positive
 from minitrain.ranks.launch.team import NEW, Finished, Status, Team
 from minitrain.systems.checkpoint.in_memory import Lost, gather_plain
-from minitrain.systems.faults.copies import Copies
-from minitrain.systems.faults.live import Live
+from minitrain.systems.faults.live import Copies, Live
 
 DEATHS = (RuntimeError, ConnectionError)  # what a collective raises when a member is gone
 
@@ -50,10 +49,9 @@ class Survivor:
     restore: Callable[[Any], int | None] = lambda run: None
 
     def __post_init__(self):
-        require_ints(copies_every=self.copies_every)
         require_positive(clip=1 if self.clip is None else self.clip)
-        self.copies = Copies(self.copies_every) if self.copies_every else None
-        self.run, self.state = None, None  # its pieces, as they are when its groups go
+        self.copies = Copies(self.copies_every)
+        self.run, self.shares = None, []  # what it has to give, as it is when its groups go
         self.done, self.losses = 0, {}
         self.votes, self.entered = -1, None  # passed so far; the number of one under way, and what to do then
         self.history: list[tuple[int, int, int]] = []  # (steps done, ranks, generation) of each group
@@ -74,8 +72,7 @@ class Survivor:
                     if self.done >= steps:
                         break
                     self.run.step(self.batch_of(self.run, self.done), self.clip)
-                    if self.copies:
-                        self.copies.keep(self.votes, self.done, self.run)
+                    self.copies.keep(self.votes, self.done, self.run)
                 self._vote(lambda loss: None)  # that all have made the last step
                 break
             except DEATHS as death:
@@ -109,8 +106,8 @@ class Survivor:
         if self.entered and self.entered[0] == most:
             self._pass(total)
         self.entered = None
-        if self.run is not None and self.state is None and not self.copies:
-            self.state = self.run.pieces(), self.run.plain_state()
+        if self.run is not None and not self.shares and not self.copies_every:
+            self.shares = [(self.run.pieces(), self.run.plain_state())]
         return self._status()
 
     def _status(self) -> Status:
@@ -133,7 +130,7 @@ class Survivor:
 
             self._vote(update, self.loss.item() * counts)
 
-        run.forward_backward, run.sync.commit, self.run, self.state = noted, commit, run, None
+        run.forward_backward, run.sync.commit, self.run, self.shares = noted, commit, run, []
 
     # ---- a run for those who are there
 
@@ -162,18 +159,16 @@ class Survivor:
             self._attach(new)
 
         self._vote(adopt)
-        if self.copies:
-            self.copies.keep(self.votes, done, new, first=True)
+        self.copies.keep(self.votes, done, new, first=True)
 
     def _fill(self, new, done: int, why: str) -> int:
         """The step that `new` is at now: the last that is whole on ranks, or a checkpoint's, or if some state
         has not been lost (`why`) the first."""
-        pieces, plain = self.state or ([], {})
         try:
             if self.votes >= 0:
-                if self.copies:
-                    done, pieces, plain = self.copies.whole(collectives.world())
-                live = Live(pieces, plain, collectives.world())
+                if self.copies_every:
+                    done, self.shares = self.copies.whole(collectives.world())
+                live = Live(self.shares, collectives.world())
                 new.load_pieces(live)
                 self.moved_bytes += live.moved_bytes
                 return done

@@ -24,6 +24,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 from minitrain import collectives, launch
+from minitrain.cli.train_command import train as command
 from minitrain.course import kernels
 from minitrain.course.plot import style  # noqa: F401
 from minitrain.plan import strategy
@@ -505,3 +506,12 @@ def test_checks_are_on_unless_they_are_switched_off_by_0(monkeypatch, value, che
         monkeypatch.setenv("MINITRAIN_CHECKED", value)
     assert launch.run(int, ranks=1) is checked
     assert launch.run(int, ranks=1, checked=not checked) is not checked
+
+
+def test_a_launch_that_fails_too_often_says_the_last_error(capfd):
+    """One that goes on is in tests/cli/test_train_command.py."""
+    with pytest.raises(launch.RankError, match="KeyError: '2'"):
+        launch.run(lambda: {}[os.environ["TORCHELASTIC_RESTART_COUNT"]], restarts=2, ranks=1)
+    assert "restart 2 of 2" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="--checkpoint"):
+        command(restarts=1)

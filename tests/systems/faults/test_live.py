@@ -28,7 +28,7 @@ def made(layout: dict, optimizer=True, seed: int = 3, config=PROBLEM.config):
 def states_after_a_move(there: str, here: str) -> tuple:
     old, new = made(LAYOUTS[there]), made(LAYOUTS[here], seed=4)
     old.step(old.batch(rows_of_problem(PROBLEM, 0), 0), PROBLEM.clip)
-    live = Live(old.pieces(), old.plain_state(), collectives.world())
+    live = Live([(old.pieces(), old.plain_state())], collectives.world())
     new.load_pieces(live)
     losses = [
         run.total(run.step(run.batch(rows_of_problem(PROBLEM, 1), 1), PROBLEM.clip).loss).item()
@@ -52,7 +52,7 @@ def bytes_of_a_reshard(tp: int) -> tuple[int, int]:
     config = small(vocab_size=32, num_kv_heads=4)
     old = made(dict(dp=4, zero=3), False, 3, config)
     new = made(dict(dp=4 // tp, tp=tp), False, 4, config)
-    live = Live(old.pieces(), old.plain_state(), collectives.world())
+    live = Live([(old.pieces(), old.plain_state())], collectives.world())
     new.load_pieces(live)
     same = all(
         torch.equal(x, new.state_dict()["parameters"][n]) for n, x in old.state_dict()["parameters"].items()
@@ -72,7 +72,7 @@ def lacking() -> str:
     new, before = made(LAYOUTS["dp"], seed=4), None
     before = {n: x.clone() for n, x in new.state_dict()["parameters"].items()}
     with pytest.raises(ValueError) as error:
-        new.load_pieces(Live(pieces, {}, world))
+        new.load_pieces(Live([(pieces, {})], world))
     assert all(torch.equal(x, before[n]) for n, x in new.state_dict()["parameters"].items())
     return str(error.value)
 
