@@ -9,6 +9,7 @@ plan             planners and searches
 data             files of tokens, documents that say nearly the same
 simulate         allocators, eviction, storage, failures
 faults           failures made on purpose, their detectors, and training that goes on
+kernels          tiles and caches, and what compilers fuse
 
 Imported by compose/, course/ and cli/ alone; no technique knows of it.
 """
