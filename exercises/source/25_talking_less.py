@@ -193,7 +193,8 @@ expect_each(
 #
 # A step as in the chapter: backward from the last layer to the first, a sum of each layer on a network that carries one piece at a time, forward from
 # the first layer to the last. A layer's sum is cut into `slices` equal pieces, ready when its backward is done. Whenever the network is free, it takes
-# a piece that is ready: of the *lowest* layer if `priority`, else of the layer that was ready first. A piece is not interrupted. Forward of a layer
+# a piece that is ready: of the *lowest* layer if `priority`, else of the layer that was ready first. A piece that
+# becomes ready in that very moment counts, and a piece is not interrupted. Forward of a layer
 # needs all pieces of that layer.
 #
 # > **API** `step_s(layers, slices, priority)` gets a list of (forward, backward, sync) in whole seconds, all above 0, a whole number above 0 and a

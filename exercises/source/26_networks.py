@@ -49,8 +49,7 @@ def expect_each(answer, cases, right, property, hint, **rules):
 # Flows pass cables; a cable has a capacity. *Max-min fair* rates are found by filling: all flows grow at the same pace until some cable is full. The
 # flows on it stop there; the others go on, until each has stopped.
 #
-# Return the rate of every flow, in the order of the flows. A fast flow is not limited by anything but its cables, and every flow passes one at
-# least.
+# Return the rate of every flow, in the order of the flows. A flow has no limit of its own, only its cables', and passes one at least.
 #
 # > **API** `fair(flows, capacity)` gets a list of lists of names of cables (none twice in one flow), and a dict {cable: whole number above 0}.
 # > It returns the exact rates, each as (numerator, denominator), which `Fraction.as_integer_ratio` gives. Up to 30 flows and 20 cables; some cables
@@ -143,7 +142,7 @@ expect_fair(
 # %% [markdown]
 # ## 2. The busiest uplink (2 points)
 #
-# n flows choose among uplinks at random, each alone. They are not equally likely: uplink i is chosen with probability w[i] / sum(w), as when a
+# n flows choose among uplinks at random, independently of each other. Uplinks are not equally likely: uplink i is chosen with probability w[i] / sum(w), as when a
 # switch weighs paths by their speed. Return the mean number of flows on the uplink with the most flows, exactly.
 #
 # For eight flows on eight equal uplinks that is 2.597, the number of the chapter.
@@ -217,14 +216,13 @@ expect(8 < largest < 10, "weights", "an uplink has five on average; how far abov
 # %% [markdown]
 # ## 3. Split as few as possible (2 points)
 #
-# Equal flows from several leaves go to one leaf over p paths; flow i may only use the paths that its leaf offers when it was assigned, all p here. Give
-# each flow its shares of the paths so that every path carries exactly the same, and split no more flows than you must: of n flows, n mod p.
-#
-# Ethereal also looks at what is already there: path j carries base[j] whole flows of others, which stay where they are. Then all paths together carry
-# n + sum(base), evenly; base[j] is never more than the even share minus 1, unless it is the even share.
+# n equal flows go from one leaf to another, and each may use all p paths. Path j already carries base[j] whole flows of others, which stay where they
+# are. Give each new flow its shares of the paths so that in the end every path carries exactly the same, (n + sum(base)) / p, and split as few flows as
+# you must: (n + sum(base)) mod p of them, n mod p if nothing was there. Where others are there, every path has room for one whole flow at least.
 #
 # > **API** `split(n, base)` gets a whole number and a list of p whole numbers, 0 or more. It returns n lists, one for each flow, of tuples (path,
-# > numerator, denominator): its share of that path, above 0. Those of a flow sum to 1, and name no path twice. Every path then carries (n + sum(base)) / p, base included, and at most (n + sum(base)) mod p lists have more than one path.
+# > numerator, denominator): its share of that path, above 0. Those of a flow sum to 1, and name no path twice. At
+# > most (n + sum(base)) mod p lists have more than one path.
 
 
 # %% answer="split"
@@ -417,7 +415,7 @@ expect_window(capped, 1, "the most", "may a window be larger than what fits into
 # %% [markdown]
 # ## 5. When should each job start (2 points)
 #
-# Jobs share a cable. Job i sends in the first on[i] seconds of each period[i] seconds, all of them whole. Two that send in the same second lose it. The
+# Jobs share a cable. Job i sends in the first on[i] seconds of each period[i] seconds, all of them whole. A second in which two send is lost to one of them. The
 # *excess* of a second is the number of jobs that send in it, minus 1, if that is above 0; what counts is the sum over one round of all jobs together,
 # after which everything repeats.
 #
@@ -481,7 +479,7 @@ for _ in range(6):
 ### END HIDDEN TESTS
 
 # %% check="starts-apart" points=1
-# Jobs with other periods.
+# Jobs with different periods.
 expect_starts([([6, 4], [2, 1]), ([4, 6, 3], [1, 2, 1])], "one round", ROUND)
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
