@@ -49,13 +49,9 @@ def heat_maps(maps: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str, title
     largest = max(float(values.max()) for values in maps.values())
     marks = dict(marks)
     for ax, (name, values) in zip(axes, maps.items()):
-        ax.grid(False)
-        ax.imshow(1e3 * values, cmap="Blues", vmin=0, vmax=1e3 * largest, aspect="auto")
-        for (row, column), value in np.ndenumerate(values):
-            ink = "white" if value > 0.6 * largest else "black"
-            ax.text(column, row, f"{1e3 * abs(value):.0f}", fontsize=7, color=ink, **CENTRED)
+        style.cells(ax, values, lambda x: (style.blend("#FFFFFF", BLUE, x / largest), f"{1e3 * abs(x):.0f}"))
         for row, column in marks.get(name, ()):
-            ax.plot(column, row, "s", markersize=17, fillstyle="none", color=VERMILLION, markeredgewidth=1.6)
+            ax.plot(column, row, "s", markersize=25, fillstyle="none", color=VERMILLION, markeredgewidth=1.6)
         ax.set(xlabel=xlabel, xticks=range(values.shape[1]), yticks=range(values.shape[0]))
     axes[0].set_ylabel(ylabel)
     return style.finished(figure, title)

@@ -115,13 +115,13 @@ class Launch:  # the ranks of one `run`
     def wait_until(self, wanted: set[str], seconds: float) -> bool:
         """False if no rank has computed or received for so long, or one has as much processor time behind it.
         Raises as soon as a rank fails."""
-        clock, hung = Clock(seconds), Hung(self.path("roll"), self.hung_s or 0.0)
+        clock, hung = Clock(seconds), self.hung_s and Hung(self.path("roll"), self.hung_s)
         while not (there := self.there()) or not {self.states[rank] for rank in there} <= wanted:
             if clock.ended((self.helper.process.pid, *self.pids.values())):
                 self.show(ended=True)
                 return False
             self.listen(0.1)
-            if self.hung_s and (rank := hung.behind(self.pids)) is not None:  # a hang is a death
+            if hung and (rank := hung.behind(self.pids)) is not None:  # a hang is a death
                 print(f"rank {rank} has not got on for {self.hung_s:g} s: killed", file=sys.stderr)
                 with suppress(ProcessLookupError):
                     os.kill(self.pids[rank], signal.SIGKILL)

@@ -192,13 +192,10 @@ class Hung:
     waiting for a core: on a busy machine all are slow, and nobody hangs."""
 
     def __init__(self, path: str, hung_s: float):
-        self.path, self.hung_s, self.roll = path, hung_s, None
+        self.roll, self.hung_s = Roll(path), hung_s
         self.seen, self.still_s, self.looked, self.queued = None, 0.0, time.monotonic(), {}
 
     def behind(self, pids: dict[int, int]) -> int | None:
-        if not os.path.exists(self.path):
-            return None
-        self.roll = self.roll or Roll(self.path)
         agreed, beats = self.roll.agreed, self.roll.beats
         members = [one for one in self.roll.read()[1] if one in pids and agreed[one] != DONE]
         far = {one: (agreed[one].item(), beats[one].item()) for one in members}

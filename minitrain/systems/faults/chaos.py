@@ -75,8 +75,9 @@ def parse_fault(text: str, ranks: int) -> Fault:
         raise ValueError(f"fault {text!r}: after {kind} RANK @STEP comes {form}{more}")
     if int(rank) >= ranks or int(last) < int(first):
         raise ValueError(f"fault {text!r}: ranks go from 0 to {ranks - 1}, steps from FIRST to LAST")
-    which = (int(digits) if digits else None for digits in which)
-    return Fault(text, kind, int(rank), int(first), int(last), point, *which, more.split())
+    peer, number = (int(digits) if digits else None for digits in which)
+    number = 0 if point in PHASES else number  # of microbatches the first
+    return Fault(text, kind, int(rank), int(first), int(last), point, peer, number, more.split())
 
 
 class Plan(tuple):
@@ -170,7 +171,6 @@ class Chaos(Disk):
         self.numbers[point] += 1
         due = [f for f in self.mine if f.point == point and f.first <= self.step <= f.last]
         due = [f for f in due if f.peer in (None, peer) and f.number in (None, number)]
-        due = [] if number and point in PHASES else due  # of microbatches the first
         due = [f for f in due if f.kind != "flip" or (self.step, f.text) not in self.happened]
         for fault in due:
             self.happened.append((self.step, fault.text))

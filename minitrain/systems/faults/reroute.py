@@ -15,7 +15,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from minitrain.pipeline.schedule import F, Schedule
-from minitrain.pipeline.schedules.greedy import Amount, greedy
+from minitrain.pipeline.schedules.greedy import greedy
 from minitrain.pipeline.simulate import Simulation, Span, Time
 from minitrain.ranks.checks import require_ints, require_positive, require_positive_ints
 
@@ -48,8 +48,9 @@ def rerouted(pipelines: int, stages: int, microbatches: int, dead: Collection[tu
 
 def redundant_forwards(run: Simulation, forward: Time) -> tuple[list[list[Span]], list[tuple[int, int]]]:
     """Bamboo: (of each rank the redundant forwards, (rank, microbatch) of those that do not fit). Rank r has
-    the weights of stage r and of the next one (the last rank: of stage 0), and runs the next one's forward
-    too, `forward` long and in one piece, where it is idle after its own has made the input.
+    the weights of stage r and of the next one (the last rank: of stage 0; twice the model in all), and runs
+    the next one's forward too, `forward` long and in one piece, where it is idle after its own has made the
+    input.
     Raises ValueError unless rank r has stage r alone. A bubble that is long enough may come too early. Thorpe
     et al. 2023 (Bamboo), arXiv:2204.12013, section 5. Differs: idle time only; theirs also runs forwards that
     do not fit beside the rank's own work."""
@@ -71,12 +72,6 @@ def redundant_forwards(run: Simulation, forward: Time) -> tuple[list[list[Span]]
                 gap[0] = start + forward
                 placed[rank].append(Span(F((rank + 1) % (last + 1), unit), start, gap[0]))
     return placed, left
-
-
-def with_successor(sizes: Sequence[Amount]) -> list[Amount]:
-    """Bamboo's parameters on each rank, of its own stage and of the next: twice the model in all."""
-    require_positive(sizes=tuple(sizes))
-    return [own + after for own, after in zip(sizes, [*sizes[1:], sizes[0]])]
 
 
 def failover(stages: int, microbatches: int, dead: int) -> Schedule:

@@ -66,15 +66,13 @@ class Survivor:
                 if error or self.run is None:
                     self._start(error)
                 error = None
-                while True:
-                    self.team.beat(self.done)
-                    before_step(self.done)
-                    if self.done >= steps:
-                        break
-                    self.run.step(self.batch_of(self.run, self.done), self.clip)
-                    self.copies.keep(self.votes, self.done, self.run)
-                self._vote(lambda loss: None)  # that all have made the last step
-                break
+                self.team.beat(self.done)
+                before_step(self.done)
+                if self.done >= steps:
+                    self._vote(lambda loss: None)  # that all have made the last step
+                    break
+                self.run.step(self.batch_of(self.run, self.done), self.clip)
+                self.copies.keep(self.votes, self.done, self.run)
             except DEATHS as death:
                 if death is error:  # nobody's
                     raise

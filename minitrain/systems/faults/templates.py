@@ -67,36 +67,30 @@ def liveput(pipelines: int, stages: int, preempted: int, migrate: bool = True) -
 
 
 Layout = tuple[int, int]  # pipelines, stages; (0, 0) waits
-Rate = Callable[[Layout], float]  # useful work per second
-Change = Callable[[Layout, Layout], float]  # seconds from one to another
-
-
-def work(layouts: Sequence[Layout], rate: Rate, change_s: Change) -> float:
-    """What is trained in a layout for each minute, less change_s(old, new) of one that begins with another
-    layout than the last: all of it at most."""
-    changes = [0, *(change_s(old, new) if old != new else 0 for old, new in zip(layouts, layouts[1:]))]
-    return sum(rate(new) * max(0, MINUTE_S - lost) for new, lost in zip(layouts, changes) if all(new))
-
-
-def reactive(nodes: Sequence[int], layouts: Collection[Layout], rate: Rate) -> list[Layout]:
-    """In each minute the fastest layout that fits: pipelines x stages <= nodes."""
-    return [max(fits, key=lambda one: rate(one) if all(one) else 0) for fits in _fitting(nodes, layouts)]
 
 
 def proactive(
-    nodes: Sequence[int], layouts: Collection[Layout], rate: Rate, change_s: Change
+    nodes: Sequence[int],
+    layouts: Collection[Layout],
+    rate: Callable[[Layout], float],
+    change_s: Callable[[Layout, Layout], float],
 ) -> list[Layout]:
-    """Parcae's plan: the layouts of most `work` over a forecast of `nodes`, by dynamic programming over the
-    one in use. It may keep a slower one that still fits after the next preemption, or sit out a short rise.
-    Differs: one forecast, taken as certain; theirs is made anew in every interval, and weighs by liveput."""
-    best: dict = {None: (0, [])}
-    for fits in _fitting(nodes, layouts):
-        gain = lambda path, new: work([*path[-1:], new], rate, change_s) - work(path[-1:], rate, change_s)
-        before = best.values()
-        best = {new: max((done + gain(path, new), [*path, new]) for done, path in before) for new in fits}
-    return max(best.values())[1]
-
-
-def _fitting(nodes: Sequence[int], layouts: Collection[Layout]) -> list[list[Layout]]:
+    """Parcae's plan: for each minute of a forecast of `nodes` a layout of so many or fewer, by which most is
+    trained: `rate` per second, but for change_s(old, new) after a change, all of the minute at most. Dynamic
+    programming over the one in use. It may keep a slower one that still fits after the next preemption, or
+    sit out a short rise. Differs: one forecast, taken as certain; theirs is made anew in every interval, and
+    weighs by liveput."""
     require_ints(0, MOST_NODES, nodes=tuple(nodes), layouts=tuple(map(tuple, layouts)))
-    return [[(0, 0), *(one for one in layouts if one[0] * one[1] <= count)] for count in nodes]
+
+    def gain(old: Layout | None, new: Layout) -> float:
+        lost_s = change_s(old, new) if old not in (None, new) else 0
+        return rate(new) * max(0, MINUTE_S - lost_s) if all(new) else 0
+
+    best: dict = {None: (0, [])}  # by the last layout: what was trained, and all so far
+    for count in nodes:
+        fits = [(0, 0), *(one for one in layouts if one[0] * one[1] <= count)]
+        paths = best.items()
+        best = {
+            new: max((done + gain(old, new), [*path, new]) for old, (done, path) in paths) for new in fits
+        }
+    return max(best.values())[1]

@@ -10,8 +10,8 @@ from minitrain.ranks.checks import require_fractions, require_ints, require_nonn
 
 
 class Latent(NamedTuple):
-    """Faults that are there before they strike, in hours: one in `mtbf`, which strikes `latency` later on
-    average and then costs `crash`; a test costs `test` and finds it."""
+    """Faults that are there before they strike, in hours of work: one in `mtbf`, which strikes `latency`
+    later on average and then costs `crash`; a test costs `test` and finds it."""
 
     mtbf: float
     latency: float
@@ -25,26 +25,18 @@ class Latent(NamedTuple):
 
 
 def goodput(faults: Latent, period: float, hours: float = 2e5, seed: int = 0) -> float:
-    """The useful share of simulated `hours` with a test after each `period` of work: low with tests all the
-    time and with none. Raises ValueError for more than a million tests."""
+    """The useful share of the time that simulated `hours` of work take with a test after each `period` of
+    them: low with tests all the time and with none. Raises ValueError for more than a million faults."""
     require_positive(period=period, hours=hours, faults=tuple(faults))
     require_ints(seed=seed)
-    require_ints(0, 10**6, tests=int(min(hours / min(period, faults.mtbf), 1e9)))
-    draw = random.Random(seed)
-    now = useful = 0.0
-    arises, strikes, test = draw.expovariate(1 / faults.mtbf), None, period
-    while now < hours:
-        event = min(test, arises if strikes is None else strikes)
-        useful, now = useful + event - now, event
-        if event == test or event == strikes:
-            now += faults.test if event == test else faults.crash
-            test = now + period if event == test else max(test, now)
-            if strikes is not None:
-                arises, strikes = now + draw.expovariate(1 / faults.mtbf), None
-            arises = max(arises, now)
-        else:
-            strikes = now + draw.expovariate(1 / faults.latency)
-    return useful / now
+    require_ints(0, 10**6, faults=int(min(hours / faults.mtbf, 1e9)))
+    draw, work, crashes = random.Random(seed), 0.0, 0
+    while work < hours:
+        arises = work + draw.expovariate(1 / faults.mtbf)
+        strikes, found = arises + draw.expovariate(1 / faults.latency), (arises // period + 1) * period
+        crashes += strikes < found
+        work = min(strikes, found)
+    return work / (work + work / period * faults.test + crashes * faults.crash)
 
 
 def select(tests: Sequence[tuple[float, float]], incident: float) -> tuple[int, ...]:

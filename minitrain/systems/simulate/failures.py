@@ -10,14 +10,14 @@
 Failures are of machines, each renewed where it failed: times between failures of one are exponential (shape
 1) or Weibull (below 1: they come in clusters; above: machines wear out). N machines have 1/N of a machine's
 mean time between failures. Differs from a real job: a restart, with the time until the failure is
-seen, takes always the same; spare machines never run out (`spares`: how many that takes). A write that a
-failure cuts short begins again with the run, if memory survived. REPORTS, LLAMA_3: what was published.
+seen, takes always the same; spare machines never run out. A write that a failure cuts short begins again
+with the run, if memory survived. REPORTS, LLAMA_3: what was published.
 """
 
 import heapq
 import random
 from collections.abc import Iterator
-from math import ceil, erf, exp, gamma, log, sqrt
+from math import ceil, erf, gamma, log, sqrt
 from typing import NamedTuple
 
 from minitrain.ranks import checks
@@ -162,22 +162,6 @@ def at_least_one(chance: float, machines: int) -> float:
     checks.require_fractions(chance=chance)
     checks.require_ints(machines=machines)
     return 1 - (1 - chance) ** machines
-
-
-def spares(machines: int, machine_mtbf_s: float, repair_s: float, chance: float = 0.999) -> int:
-    """The fewest spare machines that stand in for those in repair, at any time with this chance: how many are
-    in repair is Poisson's, machines · repair / MTBF on average (M/G/infinity)."""
-    checks.require_positive_ints(machines=machines)
-    checks.require_positive(machine_mtbf_s=machine_mtbf_s)
-    checks.require_nonnegative(repair_s=repair_s)
-    checks.require_fractions(chance=chance)
-    if (mean := machines * repair_s / machine_mtbf_s) > 700 or chance == 1:
-        raise ValueError(f"{mean:.0f} of {machines} machines in repair, {chance=}; use up to 700, below 1")
-    count, covered, term = 0, 0.0, exp(-mean)
-    while covered + term < chance and term > 0:
-        count, covered = count + 1, covered + term
-        term *= mean / count
-    return count
 
 
 def expected_largest(ranks: int) -> float:

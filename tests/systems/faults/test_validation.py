@@ -20,7 +20,7 @@ def test_proactive_validation():
     assert best == 12 and found[12] - found[7.07] > 0.003 and found[12] > found[1000] + 0.01 > found[1] + 0.1
     late = {period: goodput(long, period, 1e6) for period in (2, 3.5, 7.07, 14, 28)}
     assert max(late, key=late.get) == 7.07
-    refuse({"tests=": lambda: goodput(short, 1e-9), "period=0": lambda: goodput(short, 0)})
+    refuse({"faults=": lambda: goodput(short, 1, 1e9), "period=0": lambda: goodput(short, 0)})
 
 
 def test_superbench():
