@@ -1,0 +1,92 @@
+"""Tiles that fit the hardware, made instead of searched (Roller). No torch.
+
+    roller(1024, 1024, 1024, A100)       Built(seconds, tile=(80, 128, 16), tried=187)
+
+A product C [m, n] in tiles: a core computes a tile of C over all of k and loads for each step a tile of A and
+one of B, while it computes the step before. So it takes, with sizes rounded up to the unit of the arithmetic,
+
+    rounds of tiles over all cores · steps · max(2·m·n·k / peak, bytes of A and B tiles / bandwidth)
+
+Only aligned tiles are looked at: multiples of the unit that cut an axis into q parts, for some q, so little
+is padded. The smallest grows along the axis that helps most until fast memory is full (scale up); then all
+cores work on such tiles (scale out). `exhaustive` tries every tile: the measure.
+Zhu et al. 2022 (Roller), OSDI, sections 3 and 4. Differs: one level of memory; alignment to the unit of the
+arithmetic alone, not to banks and transactions; the axis is chosen by time, not by the reuse score.
+"""
+
+from collections.abc import Iterable
+from itertools import product
+from typing import NamedTuple
+
+from minitrain.ranks.checks import require_positive, require_positive_ints
+
+
+class Core(NamedTuple):
+    """One of `cores` equal ones: FLOP/s, bytes/s and bytes of fast memory, and its unit of a product."""
+
+    peak: float
+    bandwidth: float
+    fast_bytes: float
+    unit: int
+    cores: int
+    element_bytes: int = 2
+
+
+class Built(NamedTuple):
+    seconds: float
+    tile: tuple[int, int, int]
+    tried: int = 1
+
+
+A100 = Core(312e12 / 108, 2039e9 / 108, 160 * 1024, 16, 108)
+
+
+def tile_seconds(sizes: tuple[int, int, int], tile: tuple[int, int, int], core: Core) -> float:
+    """Of the product m, n, k in such tiles; infinite where two pairs of A and B tiles and C's do not fit."""
+    tiles, columns, steps = (-(-size // part) for size, part in zip(sizes, tile))
+    rounds = -(-tiles * columns // core.cores)
+    m, n, k = (-(-part // core.unit) * core.unit for part in tile)
+    loaded = core.element_bytes * k * (m + n)
+    if 2 * loaded + 4 * m * n > core.fast_bytes:
+        return float("inf")
+    return rounds * steps * max(2 * m * n * k / core.peak, loaded / core.bandwidth)
+
+
+def aligned_sizes(size: int, unit: int) -> list[int]:
+    """Multiples of the unit that cut an axis into some number of equal parts, but for padding."""
+    parts = {-(-size // sized) for sized in range(unit, size + unit, unit)}
+    return sorted({-(-size // (unit * count)) * unit for count in parts})
+
+
+def roller(m: int, n: int, k: int, core: Core, alive: int = 8) -> Built:
+    """The tile that grew, its seconds, and how many were tried. Raises ValueError if none fits."""
+    require_positive_ints(1 << 20, m=m, n=n, k=k, unit=core.unit, cores=core.cores, alive=alive)
+    require_positive(peak=core.peak, bandwidth=core.bandwidth, fast_bytes=core.fast_bytes)
+    axes = [aligned_sizes(size, core.unit) for size in (m, n, k)]
+    tile = lambda at: tuple(axis[place] for axis, place in zip(axes, at))
+    time = lambda at, core: tile_seconds((m, n, k), tile(at), core)
+    alone = core._replace(cores=1)
+    growing = {(0, 0, 0)}
+    tried = [at for at in growing if time(at, core) < float("inf")]
+    while growing:
+        larger = {
+            (*at[:axis], place, *at[axis + 1 :])
+            for at in growing
+            for axis in range(3)
+            for place in (at[axis] + 1, 2 * at[axis] + 1)
+            if place < len(axes[axis])
+        }
+        fits = {at: time(at, alone) for at in larger if time(at, alone) < float("inf")}
+        tried += fits
+        growing = set(sorted(fits, key=lambda at: (fits[at], at))[:alive])
+    if not tried:
+        raise ValueError(f"no tile of {core.unit}^3 fits {core.fast_bytes:,} bytes; give more")
+    best = min(tried, key=lambda at: (time(at, core), at))
+    return Built(time(best, core), tile(best), len(tried))
+
+
+def exhaustive(m: int, n: int, k: int, core: Core, most: int, depths: Iterable[int]) -> Built:
+    """The best of all tiles up to most x most, aligned or not, for these depths."""
+    require_positive_ints(1 << 12, m=m, n=n, k=k, most=most)
+    every = list(product(range(1, min(m, most) + 1), range(1, min(n, most) + 1), depths))
+    return Built(*min((tile_seconds((m, n, k), tile, core), tile) for tile in every), len(every))
