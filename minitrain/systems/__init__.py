@@ -4,6 +4,7 @@ data_parallel  tensor_parallel  context  pipeline  moe  precision  memory  check
                  variants of a technique
 communication    algorithms of collectives, as schedules of chunks
 network          networks as graphs, and traffic on them
+cluster          who gets which devices, CPUs, switches, caches and watts, and when
 annotate         sharding by annotation
 plan             planners and searches
 data             files of tokens, documents that say nearly the same

@@ -269,7 +269,12 @@ class IntegerProgram:
         self.rows.append((terms, low, high))
 
     def solve(self, costs: dict[tuple, Number]) -> set[tuple] | None:
-        """The names of the whole variables that are 1; None: there is no solution. By scipy's HiGHS."""
+        """The names of the whole variables that are 1; None: there is no solution."""
+        found = self.values(costs)
+        return found and {name for name, x in found.items() if name[0] != "free" and x > 0.5}
+
+    def values(self, costs: dict[tuple, Number]) -> dict[tuple, float] | None:
+        """All variables where the sum of costs is least; None: there is no solution. By scipy's HiGHS."""
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
@@ -289,7 +294,7 @@ class IntegerProgram:
         if found.status == 2:  # infeasible
             return None
         assert found.success, found.message
-        return {name for name, is_whole, x in zip(names, whole, found.x) if is_whole and x > 0.5}
+        return dict(zip(names, found.x))
 
 
 def _result(nodes: Sequence[Node], chosen: set[tuple]) -> Rematerialization:
