@@ -25,8 +25,9 @@ course: install
 	@$(BIN)/minitrain run 00 01 02 03
 	@echo "Open them in JupyterLab with: make lab"
 
+test: export PYTHONDONTWRITEBYTECODE =   # hundreds of processes import minitrain: compiled once
 test: install
-	@$(BIN)/python -m pytest --atlas -n $(JOBS) --dist loadscope --no-loadscope-reorder \
+	@$(BIN)/python -m pytest --atlas --durations=40 -n $(JOBS) --dist loadscope --no-loadscope-reorder \
 		--nbval --nbval-current-env --nbval-cell-timeout=3600 --nbval-sanitize-with=notebooks/nbval.cfg tests notebooks
 
 lint: install

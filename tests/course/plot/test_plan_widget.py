@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from xml.etree import ElementTree
 
 import pytest
@@ -17,12 +18,16 @@ from minitrain.plan.simulate.machines import machine
 from minitrain.plan.strategy import Strategy
 
 AT = "{http://www.w3.org/2000/svg}"
-PLAIN = work_of(presets["gpt2-xl"], Strategy(precision="bfloat16"), 1, 1024)
+
+
+@cache
+def plain():
+    return work_of(presets["gpt2-xl"], Strategy(precision="bfloat16"), 1, 1024)
 
 
 def stub(config, *asked):
     """One dry run for all: what a layer takes is not the question here."""
-    return PLAIN
+    return plain()
 
 
 def controls(box):
@@ -42,7 +47,7 @@ def test_the_bars_and_lines_are_the_predictions():
     strategy = replace(strategy, precision="bfloat16_main_grads")
     run = TrainingRun(presets["llama3-8b"], strategy, machine("h100"), 64, 2048, STACKS["overlapped"])
     assert choice.run() == run
-    prediction, stages = predict(run, stub), by_rank(run, PLAIN)
+    prediction, stages = predict(run, stub), by_rank(run, plain())
     found = bars(drawn)
     memory, time = found[: 4 * len(KINDS)], found[4 * len(KINDS) :]
     across = svg.WIDTH - plan_svg.LEFT - plan_svg.RIGHT
@@ -68,7 +73,7 @@ def test_the_bars_and_lines_are_the_predictions():
 
 def test_what_does_not_fit_says_by_how_much():
     drawn, (line, *_) = picture(Choice(ranks=1, pp=1, zero=0, batch=1), stub)
-    need = sum(by_rank(Choice(ranks=1, pp=1, zero=0, batch=1).run(), PLAIN)[0].values())
+    need = sum(by_rank(Choice(ranks=1, pp=1, zero=0, batch=1).run(), plain())[0].values())
     assert line.startswith("fits: a rank needs") and "tenth" not in line
     less = replace(machine("h100"), device=replace(machine("h100").device, capacity_bytes=need - 2e9))
     tight = replace(less, device=replace(less.device, capacity_bytes=1.05 * need))
@@ -113,7 +118,7 @@ def test_a_move_asks_no_dry_run_until_it_is_told_to():
 
     def counts(*what):
         asked.append(what)
-        return PLAIN
+        return plain()
 
     def has(config, strategy, *sizes):
         return strategy.tp == 1 or asked and asked[-1][1].tp == strategy.tp
