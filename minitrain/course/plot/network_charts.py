@@ -5,58 +5,31 @@ from collections.abc import Mapping, Sequence
 from matplotlib.figure import Figure
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import (
-    BLACK,
-    BLUE,
-    CENTRED,
-    GREEN,
-    ORANGE,
-    PALE,
-    PALE_BLUE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-)
-
-LINES = [BLUE, ORANGE, GREEN, PURPLE, SKY, BLACK]  # six that differ beside each other
+from minitrain.course.plot.style import BLUE, CENTRED, ORANGE, PALE, PALE_BLUE, VERMILLION
 
 
 @style.styled
-def meeting(
-    title: str = "Two flows of four on one uplink: half the rate for both, and a step waits for them",
-) -> Figure:
+def meeting() -> Figure:
     """Two leaves, four spines, four flows from left to right; two were hashed to one spine."""
+    title = "Two flows of four on one uplink: half the rate for both, and a step waits for them"
     figure, ax = style.canvas(height=2.9)
     chosen = (0, 2, 2, 3)  # flow -> spine: one is left without work
+    boxes = [(0.6, 1.5, "leaf A", PALE_BLUE), (2.4, 1.5, "leaf B", PALE_BLUE)]
     for spine in range(4):
-        idle = spine not in chosen
-        ax.text(
-            1.5,
-            3 - spine,
-            f"spine {spine}{': idle' if idle else ''}",
-            bbox=_box(PALE if idle else PALE_BLUE),
-            **CENTRED,
-        )
-    for x, name in ((0.6, "leaf A"), (2.4, "leaf B")):
-        ax.text(x, 1.5, name, bbox=_box(PALE_BLUE), **CENTRED)
+        name, colour = (f"spine {spine}", PALE_BLUE) if spine in chosen else (f"spine {spine}: idle", PALE)
+        boxes.append((1.5, 3 - spine, name, colour))
     for flow, spine in enumerate(chosen):
-        shared = chosen.count(spine) > 1
-        look = {"color": VERMILLION if shared else BLUE, "linewidth": 2.4 if shared else 1.6}
-        shift = 0.1 * (1.5 - flow)
-        at = 1.5 + shift
-        ax.plot([0, 0.48], [3 - flow, at], **look)
-        ax.plot([0.72, 1.37], [at, 3 - spine + shift / 2], **look)
-        ax.plot([1.63, 2.28], [3 - spine + shift / 2, at], **look)
-        ax.plot([2.52, 3], [at, 3 - flow], **look)
-        for x, name in ((-0.14, f"rank {flow}"), (3.14, f"rank {4 + flow}")):
-            ax.text(x, 3 - flow, name, bbox=_box(PALE), **CENTRED)
+        alone, shift = chosen.count(spine) == 1, 0.1 * (1.5 - flow)
+        y = [3 - flow, 1.5 + shift, 3 - spine + shift / 2, 1.5 + shift, 3 - flow]
+        colour, width = (BLUE, 1.6) if alone else (VERMILLION, 2.4)
+        ax.plot([0, 0.6, 1.5, 2.4, 3], y, color=colour, linewidth=width)
+        boxes += [(-0.14, 3 - flow, f"rank {flow}", PALE), (3.14, 3 - flow, f"rank {4 + flow}", PALE)]
+    for x, y, name, colour in boxes:
+        box = {"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "none"}
+        ax.text(x, y, name, bbox=box, **CENTRED)
     ax.set(xlim=(-0.45, 3.45), ylim=(-0.4, 3.4))
     ax.set_axis_off()
     return style.finished(figure, title, {"alone on its cable": BLUE, "meets another": VERMILLION})
-
-
-def _box(colour: str) -> dict:
-    return {"boxstyle": "round,pad=0.3", "facecolor": colour, "edgecolor": "none"}
 
 
 @style.styled
@@ -64,19 +37,18 @@ def algorithms_on_networks(times: Mapping[str, Mapping[str, float]], title: str)
     """{network: {algorithm: time as a multiple of the bound}}: a table, dark where it takes long."""
     networks, algorithms = list(times), list(next(iter(times.values())))
     figure, ax = style.canvas(height=0.9 + 0.34 * len(networks))
-    ax.grid(False)
-    shades = [[min(times[network][algorithm], 6) for algorithm in algorithms] for network in networks]
+    shades = [[min(value, 6) for value in row.values()] for row in times.values()]
     ax.imshow(shades, cmap="Blues", vmin=0, vmax=7, aspect="auto")
-    for row, network in enumerate(networks):
-        best = min(times[network].values())
-        for column, (algorithm, value) in enumerate(times[network].items()):
-            ink = "white" if shades[row][column] > 4 else "black"
-            weight = "bold" if value <= best * 1.001 else "normal"
-            ax.text(column, row, f"{value:.2f}", color=ink, weight=weight, **CENTRED)
+    for at, row in enumerate(times.values()):
+        for column, value in enumerate(row.values()):
+            look = {"color": "white" if value > 4 else "black"}
+            look["weight"] = "bold" if value <= min(row.values()) * 1.001 else "normal"
+            ax.text(column, at, f"{value:.2f}", **look, **CENTRED)
     ax.set_xticks(range(len(algorithms)), algorithms)
     ax.set_yticks(range(len(networks)), networks)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
+    ax.grid(False)
     return style.finished(figure, title)
 
 
@@ -98,10 +70,10 @@ def uplinks(loads: Mapping[str, Sequence[float]], fair: float, title: str) -> Fi
 def queues(history: Mapping[str, Sequence[tuple[float, float]]], title: str) -> Figure:
     """{law: [(us, KB queued)]}: the port that all senders share."""
     figure, ax = style.canvas(height=3.0)
+    colours = [*style.CYCLE[:5], style.BLACK]  # six that differ beside each other
     for number, (law, points) in enumerate(history.items()):
-        us, kilobytes = zip(*points)
-        look = {"color": LINES[number % len(LINES)], "linestyle": style.DASHES[number % len(style.DASHES)]}
-        ax.plot(us, kilobytes, label=law, linewidth=1.5, **look)
+        dash = style.DASHES[number % len(style.DASHES)]
+        ax.plot(*zip(*points), dash, color=colours[number % 6], label=law, linewidth=1.5)
     ax.set_yscale("symlog", linthresh=1, linscale=0.4)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     ax.set(xlabel="time (µs)", ylabel="bytes queued (KB)", ylim=(0, None))

@@ -15,22 +15,14 @@ A ring takes 2 (n - 1) / n of the vector out of each worker; a switch that adds 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import inf
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
 
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_ints,
-    require_nonnegative,
-    require_one_of,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive
 from minitrain.systems.network.congestion import Reno
 from minitrain.systems.network.packets import US, Flow, Law, Network, Packet, Port
 
@@ -85,10 +77,10 @@ class _Slots(Law):
 class _Worker(Flow):
     """Sends its vector in packets and gets each back with the sum."""
 
-    def __init__(self, net: Network, path: list, vector: np.ndarray, law: Law, late_us: float):
+    def __init__(self, net: Network, path: list, vector: np.ndarray, slots: float, late_us: float):
         parts = np.split(vector, range(NUMBERS, len(vector), NUMBERS))
         self.answers, self.packets, self.heard_ps = {}, len(parts), inf
-        size = SIZE * len(parts)
+        size, law = SIZE * len(parts), _Slots(slots=slots)
         super().__init__(net, path, size, law, mtu=SIZE, start_us=late_us, data=parts.__getitem__)
 
     def receive(self, packet: Packet) -> None:
@@ -111,20 +103,18 @@ class Reduced(NamedTuple):
 
 
 def _reduced(
-    values, law: Callable[[], Law], memory: int, *, beside=False, loss: float = 0, late_us: float = 0, seed=0
+    values, slots: float, memory: int, *, beside=False, loss: float = 0, late_us: float = 0, seed: int = 0
 ) -> Reduced:
     """Each worker has a link of 100 Gb/s and 1 us up to the switch and one down, which lose packets with
     chance `loss`. `beside`: sums are made a link further. The last worker begins `late_us` late."""
-    require_fractions(loss=loss)
     require_nonnegative(late_us=late_us)
     values, net, workers = _whole(values).astype(np.int32), Network(seed), []  # sums wrap, as a switch's do
     switch = Adder(len(values), memory)
-    drop = (lambda packet: net.random.random() < loss) if loss else None
     for vector in values:
-        up, down = Port(net, drop=drop), Port(net, drop=drop)
+        up, down = Port(net, loss=loss), Port(net, loss=loss)
         path = [up, Port(net), switch, Port(net), down] if beside else [up, switch, down]
         late = late_us * (len(workers) == len(values) - 1)
-        workers.append(_Worker(net, path, vector, law(), late))
+        workers.append(_Worker(net, path, vector, slots, late))
     net.run(10_000)
     end_us = max(worker.heard_ps for worker in workers) / US
     results = [worker.vector() if end_us < inf else None for worker in workers]
@@ -141,17 +131,17 @@ def switchml(
     Who sends packet c + slots has the answer to c; once all have sent it, nobody asks for c again. So with
     two copies of a slot, filled in turn, a sum is there for as long as it may be asked for; with one it is
     gone once told. Differs: slots are used in order; a sender hears of each loss, without a timeout."""
-    require_positive_ints(10**6, slots=slots)
-    require_one_of((1, 2), copies=copies)
+    require_ints(1, 10**6, slots=slots)
+    require_ints(1, 2, copies=copies)
     memory = 2 * slots if copies == 2 else 0
-    return _reduced(values, partial(_Slots, slots=slots), memory, loss=loss, late_us=late_us, seed=seed)
+    return _reduced(values, slots, memory, loss=loss, late_us=late_us, seed=seed)
 
 
 def iswitch(values, *, late_us: float = 0) -> Reduced:
     """Li et al. 2019, Accelerating distributed reinforcement learning with in-switch computing, ISCA: all
     packets at once, a sum for each. One late worker, and `sums` are the whole gradient: megabytes for a
     game's network, which an FPGA has; an LLM's fit nowhere."""
-    return _reduced(values, Law, 0, late_us=late_us)
+    return _reduced(values, inf, 0, late_us=late_us)
 
 
 def netreduce(values, *, inside: bool = False, loss: float = 0, memory: int = 256, seed: int = 0) -> Reduced:
@@ -160,7 +150,7 @@ def netreduce(values, *, inside: bool = False, loss: float = 0, memory: int = 25
     address, and keeps its latest sums. `inside`: the switch itself adds (AllReduce-Switch, with the same
     transport), two links less. Differs: no going back to what was lost."""
     require_ints(memory=memory)
-    return _reduced(values, partial(Law, window=64 * SIZE), memory, beside=not inside, loss=loss, seed=seed)
+    return _reduced(values, 64, memory, beside=not inside, loss=loss, seed=seed)
 
 
 def quantized(x, scale: float) -> np.ndarray:
@@ -201,7 +191,7 @@ def panama(
     of so many workers, and `plain` flows, into the links of `trees` roots. All workers of a job hear a sum's
     mark, so to others a job is one flow. -> goodputs after a third of the time, jobs first, as shares of a
     link; the time of a flow of 20 KB in the midst of it (us). Differs: Reno, marks above 30 KB."""
-    require_positive_ints(10**4, workers=workers, trees=trees, until_us=until_us)
+    require_ints(1, 10**4, workers=workers, trees=trees, until_us=until_us)
     require_ints(0, 10**4, plain=plain)
     net = Network()
     roots = [Port(net, mark=(30_000, 30_001, 1)) for _ in range(trees)]
@@ -226,7 +216,7 @@ def atp(values, slots: int, *, seed: int = 0) -> tuple[np.ndarray, float]:
     m], a number a packet, in any order. A slot is its first user's; what others' hash (here: chance) sends
     there goes on to the server, which adds all that comes. -> sums [jobs, m]; the share of packets that the
     switch added. Differs: all are on their way at once, so no slot is given back."""
-    require_positive_ints(slots=slots)
+    require_ints(1, slots=slots)
     require_ints(seed=seed)
     values, chance = _whole(values, 3), Random(seed)
     jobs, _, m = values.shape
@@ -244,7 +234,7 @@ def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 
     NSDI: the bits of a sum of IEEE numbers. A register of 32 bits has an exponent and a signed mantissa; the
     smaller number is shifted right and cut, and only what is read is normalised. Each sum errs by less than a
     unit in the last place of the largest number so far; with `guard` bits below it, by 2^-guard of that."""
-    require_positive_ints(30, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits)
+    require_ints(1, 30, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits)
     require_ints(0, 29 - min(mantissa_bits, 29), guard=guard)
     top, unit, sign_at = (1 << exponent_bits) - 1, 1 << mantissa_bits, exponent_bits + mantissa_bits
     require_ints(0, (2 << sign_at) - 1, patterns=patterns)
@@ -259,9 +249,7 @@ def fpisa(patterns: Sequence[int], exponent_bits: int = 8, mantissa_bits: int = 
         number, high = -number if bits >> sign_at else number, max(power, exponent, 1)
         total, exponent = (total >> high - exponent) + (number >> high - max(power, 1)), high
     sign, total = (1 << sign_at if total < 0 else 0), abs(total)
-    right = max(
-        total.bit_length() - mantissa_bits - 1, guard + 1 - exponent
-    )  # leaves a leading one, if it can
+    right = max(total.bit_length() - mantissa_bits - 1, guard + 1 - exponent)  # to a leading one, if it can
     total, exponent = total >> right if right > 0 else total << -right, exponent + right - guard
     if exponent >= top:
         return sign | top << mantissa_bits  # infinity

@@ -14,7 +14,7 @@ arXiv:2407.00550 (Ethereal). Differs: hashes are independent draws; HPN's librar
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import comb, factorial
+from math import comb, perm
 
 from minitrain.ranks.checks import require_nonempty, require_positive, require_positive_ints
 from minitrain.systems.network.graph import Graph, Link, ecmp
@@ -23,7 +23,7 @@ from minitrain.systems.network.graph import Graph, Link, ecmp
 def no_collision(flows: int, uplinks: int) -> Fraction:
     """The probability that no uplink gets two."""
     require_positive_ints(1024, flows=flows, uplinks=uplinks)
-    return Fraction(comb(uplinks, flows) * factorial(flows), uplinks**flows)
+    return Fraction(perm(uplinks, flows), uplinks**flows)
 
 
 def expected_max_load(flows: int, uplinks: int, parts: int = 1) -> Fraction:
@@ -66,13 +66,12 @@ def ethereal(flows: int, paths: int) -> list[dict[int, Fraction]]:
     return shares
 
 
-def probed_ports(graph: Graph, pairs: Sequence[Link], probes: int = 1000) -> list[int]:
-    """[pair] -> a source port whose path shares no cable with those before it; 0 where no probe finds one."""
+def probed_ports(graph: Graph, pairs: Sequence[Link]) -> list[int]:
+    """[pair] -> a source port whose path shares no cable with those before it; 0 where 1,000 fail."""
     require_nonempty(pairs=pairs)
-    require_positive_ints(probes=probes)
     used, ports = set(), []
     for a, b in pairs:
-        free = (port for port in range(probes) if not used & ecmp(graph, a, b, port).keys())
+        free = (port for port in range(1000) if not used & ecmp(graph, a, b, port).keys())
         ports.append(next(free, 0))
         used |= ecmp(graph, a, b, ports[-1]).keys()
     return ports

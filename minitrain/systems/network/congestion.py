@@ -8,13 +8,13 @@
     Swift   the RTT, a window               Rocc   the switch says the rate
     Reno    marks and losses, a window; with mltcp_gain it is MLTCP
 
-Rates in Gb/s, windows in bytes, times in ps; constants are the papers' unless said, `law(name=value)` sets
-another. Scenes: an incast, PFC with its victim, training jobs on a link.
+Rates in Gb/s, windows in bytes, times in ps; constants are the papers' unless said (gains of RoCC and MLTCP
+are quoted from others, not confirmed in print), `law(name=value)` sets another. Scenes: an incast, PFC with
+its victim, training jobs on a link.
 """
 
 from collections import deque
 from collections.abc import Callable
-from itertools import repeat
 from math import inf
 
 from minitrain.ranks.checks import require_fractions, require_ints, require_nonnegative, require_positive_ints
@@ -27,28 +27,28 @@ class Dcqcn(Law):
     from the sixth on rises by 40 Mb/s. Differs: no counter of bytes, no hyper increase."""
 
     g, cnp, period, step, fast_steps = 1 / 256, 50 * US, 55 * US, 0.04, 5
-    alpha, cut_at, stage, timer = 1.0, -inf, 0, 0
+    alpha, cut_at, stage = 1.0, -inf, 0
 
     def begin(self, flow):
         super().begin(flow)
         self.target = self.rate
-        flow.net.at(self.period, self.increase, 0)
+        flow.net.at(self.period, self.increase, self.cut_at)
 
     def on_ack(self, ack):
         net = self.flow.net
         if ack.marked and net.now - self.cut_at >= self.cnp:
             self.target, self.rate = self.rate, self.rate * (1 - self.alpha / 2)
             self.alpha += self.g * (1 - self.alpha)
-            self.cut_at, self.stage, self.timer = net.now, 0, self.timer + 1
-            net.at(self.period, self.increase, self.timer)
+            self.cut_at, self.stage = net.now, 0
+            net.at(self.period, self.increase, net.now)
 
-    def increase(self, timer):
-        if timer == self.timer and self.flow.end_ps is None:  # a cut starts another timer
+    def increase(self, since):
+        if since == self.cut_at and self.flow.end_ps is None:  # a cut starts another timer
             self.alpha, self.stage = self.alpha * (1 - self.g), self.stage + 1
             if self.stage > self.fast_steps:
                 self.target = min(self.target + self.step, self.flow.gbps)
             self.rate = (self.target + self.rate) / 2
-            self.flow.net.at(self.period, self.increase, timer)
+            self.flow.net.at(self.period, self.increase, since)
 
 
 class Timely(Law):
@@ -59,10 +59,6 @@ class Timely(Law):
 
     low, high, beta, smooth, step, segment = 50 * US, 500 * US, 0.8, 0.875, 0.01, 16_000
     start, part, last, change, falling = 0.1, 0, 0, 0, 0
-
-    def begin(self, flow):
-        super().begin(flow)
-        self.rate *= self.start
 
     def on_ack(self, ack):
         self.part += ack.size
@@ -109,7 +105,7 @@ class Hpcc(Law):
     share U of its bandwidth-delay product; W = W_c / (U / eta) + W_AI for the busiest, and W_c = W once per
     RTT. U settles at eta + senders · W_AI / BDP, where W_AI = BDP · (1 - eta) / `share`."""
 
-    wants_stamps, eta, stages, share = True, 0.95, 5, 100
+    eta, stages, share = 0.95, 5, 100
     u, stage, update_at, last = 1, 0, 0, None
 
     def begin(self, flow):
@@ -225,10 +221,7 @@ class Reno(Law):
     """Jacobson 1988, Congestion avoidance and control, SIGCOMM: `gain(x)` packets more per RTT, where x of
     the message is acknowledged; half when one is lost or marked, once per RTT. Differs: no slow start."""
 
-    packets, cut_at = 10, -inf
-
-    def __init__(self, gain: Callable[[float], float] = lambda x: 1, **settings):
-        super().__init__(gain=gain, **settings)
+    gain, packets, cut_at = staticmethod(lambda x: 1), 10, -inf
 
     window = property(lambda self: self.packets * self.flow.mtu)
 
@@ -236,7 +229,7 @@ class Reno(Law):
         if ack.marked:
             self.cut(ack.rtt)
         else:
-            self.packets += self.gain(self.flow.progress) / self.packets
+            self.packets += self.gain(self.flow.acked / self.flow.size) / self.packets
 
     def on_loss(self):
         self.cut(self.flow.base_rtt)
@@ -254,17 +247,17 @@ def jain(shares) -> float:
 
 def incast(
     law: Callable[[], Law] = Law, senders: int = 10, *, gbps: int = 100, delay_us: float = 1, mtu: int = 1000,
-    size: int = 10**9, apart_us: float = 0, mark=None, watch_us: int = 2, until_us: int = 400,
+    size: int = 10**9, apart_us: float = 0, mark=None, until_us: int = 400,
 ) -> tuple[Port, list[Flow]]:  # fmt: skip
     """Senders with a port each into one, which is watched: that port and the flows after `until_us`;
     `port.net.run` goes on. Sender i begins i · `apart_us` later."""
-    require_positive_ints(10**5, senders=senders, watch_us=watch_us, until_us=until_us)
+    require_positive_ints(10**5, senders=senders, until_us=until_us)
     require_nonnegative(apart_us=apart_us)
     net = Network()
     port = Port(net, gbps, delay_us, mark=mark)
     paths = [(Port(net, gbps, delay_us), port) for _ in range(senders)]
     flows = [Flow(net, path, size, law(), mtu=mtu, start_us=i * apart_us) for i, path in enumerate(paths)]
-    port.watch(watch_us, until_us)
+    port.watch(2, until_us)
     net.run(until_us)
     return port, flows
 
@@ -281,32 +274,32 @@ def head_of_line(
     require_positive_ints(10**5, until_us=until_us)
     net = Network()
     shared, hot, cold = ports = [Port(net, pause=pause, buffer_bytes=buffer_bytes) for _ in range(3)]
-    kinds = iter(range(hosts + 2)) if per_flow else repeat(0)
-    for _ in range(hosts):
-        Flow(net, (Port(net), hot), 10**9, kind=next(kinds))
-    Flow(net, (Port(net), shared, hot), 10**9, Law(rate=50), kind=next(kinds))
-    victim = Flow(net, (Port(net), shared, cold), 10**9, Law(rate=50), kind=next(kinds))
+    flows = []
+    for kind, path in enumerate([(hot,)] * hosts + [(shared, hot), (shared, cold)]):
+        law, kind = Law(rate=100 / len(path)), kind if per_flow else 0
+        flows.append(Flow(net, (Port(net), *path), 10**9, law, kind=kind))
     net.run(until_us)
-    return victim.arrived * 8000 / (50 * until_us * US), ports
+    return flows[-1].arrived * 8000 / (50 * until_us * US), ports
 
 
 def jobs(
-    gain: Callable[[float], float] = lambda x: 1, count: int = 2, iterations: int = 24, *,
-    packets: int = 1000, apart_us: float = 10,
-) -> list[list[float]]:  # fmt: skip
-    """Training jobs on a link of 10 Gb/s under Reno with this gain: alone, half an iteration sends so many
-    packets and half works. Job i begins i · `apart_us` later -> of each, when its messages ended (us)."""
-    require_positive_ints(10**5, count=count, iterations=iterations, packets=packets)
-    net, size, ends = Network(), packets * 1000, [[] for _ in range(count)]
+    gain: Callable[[float], float] = lambda x: 1, count: int = 2, iterations: int = 24
+) -> list[list[float]]:
+    """Training jobs on a link of 10 Gb/s under Reno with this gain: an iteration sends 1 MB, alone in 800 us,
+    and then works for 800 us. Job i begins 10 i us late -> of each, when its messages ended (us)."""
+    require_positive_ints(10**5, count=count, iterations=iterations)
+    net, ends = Network(), [[] for _ in range(count)]
     link = Port(net, 10, mark=(5_000, 5_001, 1))
 
-    def done(flow: Flow, job: list) -> None:
-        job.append(net.now / US)
-        if len(job) < iterations:
-            net.at(size * link.byte_ps, flow.send, size)
+    def message(job: list, law: Law, path: tuple, start_us: float) -> None:
+        def done() -> None:
+            job.append(net.now / US)
+            if len(job) < iterations:
+                message(job, law, path, 800)
+
+        Flow(net, path, 10**6, law, start_us=start_us, on_done=done)
 
     for number, job in enumerate(ends):
-        path, start_us = (Port(net, 10), link), number * apart_us
-        Flow(net, path, size, Reno(gain), start_us=start_us, on_done=lambda flow, job=job: done(flow, job))
+        message(job, Reno(gain=gain), (Port(net, 10), link), 10 * number)
     net.run()
     return ends

@@ -22,8 +22,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from fractions import Fraction
 from functools import cache
 from hashlib import blake2b
-from heapq import heappop, heappush
-from itertools import count
+from math import inf
 from random import Random
 
 from minitrain.pipeline.simulate import Time as Number
@@ -33,7 +32,8 @@ from minitrain.systems.communication.cost_model import Fabric, Path
 
 Node = Hashable
 Link = tuple[Node, Node]
-Route = Callable[..., dict[Link, Number]]
+Shares = dict[Link, Number]  # of a flow's bytes
+Route = Callable[..., Shares]
 
 
 class Graph:
@@ -41,20 +41,14 @@ class Graph:
     direction, parallel cables add up. `forwards`: traffic may pass through hosts. `hops(a, b)`: how far a
     link is when shortest paths are looked for."""
 
-    def __init__(
-        self,
-        hosts: Iterable[Node],
-        cables: Iterable[tuple],
-        forwards: bool = False,
-        hops: Callable[[Node, Node], int] = lambda a, b: 1,
-    ):
-        self.hosts, self.forwards, self.hops = list(hosts), forwards, hops
+    def __init__(self, hosts: Iterable[Node], cables: Iterable[tuple], forwards=False, hops=lambda a, b: 1):
+        self.hosts, self.cables, self.forwards, self.hops = list(hosts), list(cables), forwards, hops
         self.rates: dict[Link, Number] = {}
         self.next: dict[Node, list[Node]] = {host: [] for host in self.hosts}
-        self._leaves = frozenset(() if forwards else self.hosts)
+        self.leaves = frozenset(() if forwards else self.hosts)  # no path leads through
         self._far: dict[Node, dict[Node, int]] = {}
         require_nonempty(hosts=self.hosts)
-        for a, b, *rate in cables:
+        for a, b, *rate in self.cables:
             require_positive(rate=rate or 1)
             for link in ((a, b), (b, a)):
                 if link not in self.rates:
@@ -71,17 +65,13 @@ class Graph:
         if target not in self.next:
             raise ValueError(f"{target!r} is no node of this network; a host is {self.hosts[-1]!r}")
         if target not in self._far:
-            far, order = {}, count()  # of nodes at equal distance the one that came first
-            waiting = [(0, next(order), target)]
-            while waiting:
-                length, _, node = heappop(waiting)
-                if node in far:
-                    continue
-                far[node] = length
-                if node == target or node not in self._leaves:
-                    for other in self.next[node]:
-                        if other not in far:
-                            heappush(waiting, (length + self.hops(other, node), next(order), other))
+            far, waiting = {target: 0}, [target]
+            for node in waiting:  # grows: a node waits again when a shorter path to it is found
+                for other in self.next[node] if node == target or node not in self.leaves else ():
+                    hops = far[node] + self.hops(other, node)
+                    if hops < far.get(other, inf):
+                        far[other] = hops
+                        waiting.append(other)
             self._far[target] = far
         return self._far[target]
 
@@ -90,7 +80,7 @@ class Graph:
         far = self.distances(target)
         if node not in far:
             raise ValueError(f"no path leads from {node!r} to {target!r}; choose hosts that are connected")
-        passing = (other for other in self.next[node] if other == target or other not in self._leaves)
+        passing = (other for other in self.next[node] if other == target or other not in self.leaves)
         return [n for n in passing if n in far and far[n] + self.hops(node, n) == far[node]]
 
     def diameter(self) -> int:
@@ -104,9 +94,9 @@ class Graph:
 
     def without(self, *gone: Node) -> "Graph":
         """After these hosts and switches have failed."""
-        left = [(a, b, rate) for (a, b), rate in self.rates.items() if not {a, b} & set(gone)]
-        once = [cable for number, cable in enumerate(left) if number % 2 == 0]  # both links of a cable follow
-        return Graph([host for host in self.hosts if host not in gone], once, self.forwards, self.hops)
+        hosts = [host for host in self.hosts if host not in gone]
+        cables = [cable for cable in self.cables if not {*cable[:2]} & set(gone)]
+        return Graph(hosts, cables, self.forwards, self.hops)
 
 
 # ---- routes ------------------------------------------------------------------------------------------------
@@ -117,7 +107,7 @@ def hashed(*key) -> int:
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=4).digest())
 
 
-def ecmp(graph: Graph, source: Node, target: Node, flow: int = 0, salted: bool = True) -> dict[Link, Number]:
+def ecmp(graph: Graph, source: Node, target: Node, flow: int = 0, salted: bool = True) -> Shares:
     """`flow` tells flows of one pair of hosts apart: a source port. Not `salted`, all switches have the same
     hash function, and a flow that went left at the first goes left at the second: polarisation."""
     path, node = {}, source
@@ -129,7 +119,7 @@ def ecmp(graph: Graph, source: Node, target: Node, flow: int = 0, salted: bool =
     return path
 
 
-def spray(graph: Graph, source: Node, target: Node, flow: int = 0) -> dict[Link, Number]:
+def spray(graph: Graph, source: Node, target: Node, flow: int = 0) -> Shares:
     shares, arrived = {}, {source: Fraction(1)}
     far = graph.distances(target)
     while (node := max(arrived, key=lambda node: far.get(node, 0))) != target:
@@ -140,7 +130,7 @@ def spray(graph: Graph, source: Node, target: Node, flow: int = 0) -> dict[Link,
     return shares
 
 
-def dimension_order(graph: Graph, source: tuple, target: tuple, flow: int = 0) -> dict[Link, Number]:
+def dimension_order(graph: Graph, source: tuple, target: tuple, flow: int = 0) -> Shares:
     """Hosts are tuples of coordinates."""
     path, here = {}, source
     for axis, size in enumerate(1 + max(column) for column in zip(*graph.hosts)):
@@ -154,7 +144,7 @@ def dimension_order(graph: Graph, source: tuple, target: tuple, flow: int = 0) -
 
 def valiant(
     graph: Graph, source: Node, target: Node, flow: int = 0, middles: Collection[Node] = ()
-) -> dict[Link, Number]:
+) -> Shares:
     """Over each of these nodes (all switches, if none are given) an equal share."""
     shares, middles = Counter(), middles or graph.switches
     for middle in middles:

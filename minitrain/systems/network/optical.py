@@ -1,19 +1,22 @@
 """Networks of light: wavelengths on a ring, and rings that are chosen together with the strategy.
 
     wavelengths(n, flows)    SiP-ML's ring: on each segment a flow needs a wavelength of its own there
+    turns(n, flows)          mirrors: in each turn a port sends to one and hears one
     totients(n)              steps p for which 0, p, 2p, .. visits all n servers: another ring to sum over
     alternate(n, degree)     TopoOpt: the best strategy for the topology, the best topology for it, ...
 
 A wavelength is used again where its flows do not pass: neighbours need one, whatever n is; all pairs
-n(n-1)/2. To all-reduce any ring is as good, so TopoOpt lets the other traffic choose the rings; as neither
-half of the search makes the sum worse, it ends. Khani et al. 2021 (SiP-ML); Wang et al. 2023,
-arXiv:2202.00433 (TopoOpt). Differs: switching takes no time; a strategy is how far away every server's one
-other partner is.
+n(n-1)/2. A port with d flows needs d turns, and first fit takes 2d-1 at most, since a flow finds no more than
+2d-2 taken at its two ports. To all-reduce any ring is as good, so TopoOpt lets the other traffic choose the
+rings; as neither half of the search makes the sum worse, it ends. Khani et al. 2021 (SiP-ML); Wang et al.
+2023, arXiv:2202.00433 (TopoOpt). Differs: switching takes no time; a strategy is how far away every server's
+one other partner is.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from fractions import Fraction
-from itertools import combinations
+from itertools import combinations, count
 from math import gcd
 from typing import NamedTuple
 
@@ -25,15 +28,23 @@ RING_UNITS = 10  # that are all-reduced, for every unit to the partner
 
 def wavelengths(n: int, flows: Iterable[tuple[int, int]]) -> list[int]:
     """[flow] -> the lowest wavelength that is free on all its segments of a ring in one direction."""
+    return _first_fit(n, flows, lambda a, b: [(a + i) % n for i in range((b - a) % n)])
+
+
+def turns(n: int, flows: Iterable[tuple[int, int]]) -> list[int]:
+    """[flow] -> the first turn in which an optical switch with n ports each way can join its two."""
+    return _first_fit(n, flows, lambda a, b: [("out", a), ("in", b)])
+
+
+def _first_fit(n: int, flows: Iterable[tuple[int, int]], places: Callable[[int, int], list]) -> list[int]:
     require_positive_ints(1024, n=n)
-    used: list[set[int]] = [set() for _ in range(n)]
-    chosen = []
+    used, chosen = defaultdict(set), []
     for source, target in flows:
         require_ints(0, n - 1, source=source, target=target)
-        segments = [used[(source + i) % n] for i in range((target - source) % n)]
-        chosen.append(next(w for w in range(n * n) if not any(w in segment for segment in segments)))
-        for segment in segments:
-            segment.add(chosen[-1])
+        taken = [used[place] for place in places(source, target)]
+        chosen.append(next(number for number in count() if not any(number in each for each in taken)))
+        for each in taken:
+            each.add(chosen[-1])
     return chosen
 
 

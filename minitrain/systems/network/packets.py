@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from math import inf
 from random import Random
 
-from minitrain.ranks.checks import require_ints, require_nonnegative, require_one_of, require_positive_ints
+from minitrain.ranks.checks import require_fractions, require_ints, require_nonnegative, require_one_of
 
 US = 10**6  # picoseconds in a microsecond
 
@@ -45,13 +45,13 @@ class Network:
 
 
 class Packet:
-    """`stamps`: (bytes queued, bytes sent, now, gbps) of each port that it left, if its law wants them."""
+    """`stamps`: (bytes queued, bytes sent, now, gbps) of each port that it left."""
 
     __slots__ = "flow seq size path to data kind hop marked stamps sent_ps rtt".split()
 
     def __init__(self, flow, seq, size, path, to, data=None, kind=0):
         self.flow, self.seq, self.size, self.path, self.to = flow, seq, size, path, to
-        self.data, self.kind, self.hop, self.marked, self.stamps = data, kind, 0, False, None
+        self.data, self.kind, self.hop, self.marked, self.stamps = data, kind, 0, False, []
 
     def go(self) -> None:
         """On to the next port, or to the end of the path."""
@@ -62,29 +62,29 @@ class Port:
     """`mark` (low, high, most): above `low` bytes queued a packet is marked, with a chance that rises to
     `most` at `high`, and surely beyond. `pause` (on, off): a port that feeds this one stops sending a kind
     while more than `on` of its bytes wait here, until `off` are left; it knows a link's delay later.
-    `buffer_bytes`: packets beyond are lost. `drop(packet)`: losses made on purpose. `control`: what a law has
-    put here."""
+    `buffer_bytes`: packets beyond are lost; `loss`: the chance of any to be. `control`: of a law."""
 
-    def __init__(self, net, gbps=100, delay_us=1, *, mark=None, pause=None, buffer_bytes=inf, drop=None):
-        require_nonnegative(delay_us=delay_us)
+    def __init__(self, net, gbps=100, delay_us=1, *, mark=None, pause=None, buffer_bytes=inf, loss=0):
+        require_nonnegative(delay_us=delay_us, mark=mark or 0, pause=pause or 0)
+        require_fractions(loss=loss)
         require_one_of([rate for rate in range(1, 8001) if 8000 % rate == 0], gbps=gbps)  # whole ps a byte
-        for given, names in (mark or (), ("low", "high", "most")), (pause or (), ("on", "off")):
-            require_nonnegative(**dict(zip(names, given, strict=bool(given))))
         self.net, self.gbps, self.byte_ps, self.delay_ps = net, gbps, 8000 // gbps, round(delay_us * US)
-        self.mark, self.pause, self.buffer_bytes, self.drop = mark, pause, buffer_bytes, drop
+        self.low, self.high, self.chance = mark or (inf, inf, 0)
+        self.on, self.off = pause or (inf, inf)
+        self.buffer_bytes, self.loss = buffer_bytes, loss
         self.queues: dict = {}  # of each kind that waits; the first one's turn is next
         self.queued = self.sent = self.most_queued = self.lost = self.pauses = 0
         self.busy, self.control, self.history = False, None, []
         self.paused, self.asked, self.ahead = set(), set(), Counter()  # kinds; bytes at the next port
 
     def receive(self, packet: Packet) -> None:
-        if self.queued + packet.size > self.buffer_bytes or self.drop and self.drop(packet):
+        unlucky = self.loss and self.net.random.random() < self.loss
+        if unlucky or self.queued + packet.size > self.buffer_bytes:
             self.lost += 1
             packet.flow.lost(packet)
             return
-        if self.mark and self.queued > self.mark[0]:
-            low, high, most = self.mark
-            chance = most * (self.queued - low) / (high - low) if self.queued <= high else 1
+        if (above := self.queued - self.low) > 0:
+            chance = self.chance * above / (self.high - self.low) if self.queued <= self.high else 1
             packet.marked = packet.marked or self.net.random.random() < chance
         self.queues.setdefault(packet.kind, deque()).append(packet)
         self._count(packet, packet.size)
@@ -105,22 +105,21 @@ class Port:
         self.busy = False
         self.sent += packet.size
         self._count(packet, -packet.size)
-        if packet.stamps is not None:
-            packet.stamps.append((self.queued, self.sent, self.net.now, self.gbps))
+        packet.stamps.append((self.queued, self.sent, self.net.now, self.gbps))
         packet.hop += 1
         self.net.at(self.delay_ps, packet.go)
         self.serve()
 
     def _count(self, packet: Packet, size: int) -> None:
         self.queued += size
-        if self.pause and packet.hop:
+        if self.on < inf and packet.hop:
             feeder, kind = packet.path[packet.hop - 1], packet.kind
             feeder.ahead[kind] += size
-            if feeder.ahead[kind] > self.pause[0] and kind not in feeder.asked:
+            if feeder.ahead[kind] > self.on and kind not in feeder.asked:
                 feeder.asked.add(kind)
                 feeder.pauses += 1
                 self.net.at(feeder.delay_ps, feeder.paused.add, kind)
-            elif feeder.ahead[kind] <= self.pause[1] and kind in feeder.asked:
+            elif feeder.ahead[kind] <= self.off and kind in feeder.asked:
                 feeder.asked.remove(kind)
                 self.net.at(feeder.delay_ps, feeder.resume, kind)
 
@@ -138,13 +137,13 @@ class Port:
 class Law:
     """No control: any number of bytes, at line rate unless told."""
 
-    rate, window, wants_stamps = inf, inf, False
+    rate, window, start = inf, inf, 1  # Gb/s, bytes; the share of the line's rate to begin at
 
     def __init__(self, **settings: float):
         vars(self).update(settings)  # in place of the class's
 
     def begin(self, flow: "Flow") -> None:
-        self.flow, self.rate = flow, min(self.rate, flow.gbps)
+        self.flow, self.rate = flow, min(self.rate, self.start * flow.gbps)
 
     def on_ack(self, ack: Packet) -> None: ...  # the packet that has arrived; `rtt` in ps
 
@@ -153,31 +152,26 @@ class Law:
 
 class Flow:
     """`path`: ports, or a function of a packet's number that chooses them (the first is always the same).
-    `data(seq)`: what a packet carries. `on_done(flow)` is called when a message is acknowledged."""
+    `data(seq)`: what a packet carries. `on_done()` is called when all is acknowledged."""
 
     def __init__(
         self, net, path, size, law=None, *, start_us=0, mtu=1000, kind=0, to=None, data=None, on_done=None
     ):
-        require_positive_ints(10**12, size=size, mtu=mtu)
+        require_ints(1, 10**12, size=size, mtu=mtu)
         require_nonnegative(start_us=start_us)
         self.net, self.size, self.law, self.start_us, self.mtu = net, size, law or Law(), start_us, mtu
         self.path, self.to, self.data = path if callable(path) else lambda seq: path, to or self, data
         self.kind, self.on_done, ports = kind, on_done, self.path(0)
         self.gbps, self.back_ps = ports[0].gbps, sum(port.delay_ps for port in ports)
         self.base_rtt = 2 * self.back_ps + sum(mtu * port.byte_ps for port in ports)
-        self.next = self.out = self.left = self.seq = self.arrived = self.acked = self.goal = 0
-        self.again, self.asleep, self.end_ps = deque(), False, None
+        self.left, self.seq, self.out, self.again = size, 0, 0, deque()  # to be sent, of that under way, lost
+        self.next, self.asleep, self.arrived, self.acked, self.end_ps = 0, False, 0, 0, None
         self.expected, self.early, self.most_early, self.out_of_order = 0, set(), 0, 0
         self.law.begin(self)
-        net.at(round(start_us * US), self.send, size)
-
-    progress = property(lambda self: 1 - (self.goal - self.acked) / self.size)  # of the latest message
-
-    def send(self, size: int) -> None:
-        self.size, self.left, self.goal, self.end_ps = size, self.left + size, self.goal + size, None
-        self.pump()
+        net.at(round(start_us * US), self.pump)
 
     def pump(self) -> None:
+        """Send what the law allows."""
         law, now = self.law, self.net.now
         while self.left or self.again:
             if self.out + self.mtu > law.window and (self.out or law.window <= 0):
@@ -195,7 +189,7 @@ class Flow:
             self.out += size
             self.next = now + round(size * 8000 / min(law.rate, self.gbps))
             packet = Packet(self, seq, size, self.path(seq), self.to, self.data and self.data(seq), self.kind)
-            packet.sent_ps, packet.stamps = now, [] if law.wants_stamps else None
+            packet.sent_ps = now
             packet.go()
 
     def wake(self) -> None:
@@ -217,10 +211,10 @@ class Flow:
         self.acked += packet.size
         packet.rtt = self.net.now - packet.sent_ps
         self.law.on_ack(packet)
-        if self.acked == self.goal:
+        if self.acked == self.size:
             self.end_ps = self.net.now
             if self.on_done:
-                self.on_done(self)
+                self.on_done()
         self.pump()
 
     def lost(self, packet: Packet) -> None:

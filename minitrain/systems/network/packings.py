@@ -23,17 +23,16 @@ from minitrain.systems.network.graph import Graph, Link, Node
 Tree = dict[Node, Node]  # node -> parent
 
 
-def max_flow(graph: Graph, source: Node, target: Node) -> Number:
-    """By shortest augmenting paths (Edmonds, Karp 1972). With cables of 1: how many paths share none."""
-    return _pushed(graph, dict(graph.rates), source, target)
-
-
-def _pushed(graph: Graph, room: dict[Link, Number], source: Node, target: Node, most: Number = inf) -> Number:
-    total, passive = 0, () if graph.forwards else set(graph.hosts) - {source}
+def max_flow(
+    graph: Graph, source: Node, target: Node, rates: Mapping[Link, Number] = {}, most: Number = inf
+) -> Number:
+    """By shortest augmenting paths (Edmonds, Karp 1972), up to `most`. With cables of 1: how many paths share
+    none. `rates`: in place of the graph's."""
+    room, total = dict(rates or graph.rates), 0
     while total < most:
         came, reached = {source: source}, [source]
-        for node in reached:
-            for other in graph.next[node] if node not in passive else ():
+        for node in reached:  # grows
+            for other in graph.next[node] if node == source or node not in graph.leaves else ():
                 if other not in came and room[node, other]:
                     came[other] = node
                     reached.append(other)
@@ -62,7 +61,7 @@ def spanning_trees(graph: Graph, root: Node) -> list[Tree]:
             inside = {root, *tree}
             for a, b in (link for link in room if link[0] in inside and link[1] not in inside and room[link]):
                 room[a, b] -= 1
-                if _pushed(graph, dict(room), root, b, left) >= left:
+                if max_flow(graph, root, b, room, left) >= left:
                     tree[b] = a
                     break
                 room[a, b] += 1
@@ -92,9 +91,9 @@ def switch_tree(n: int, radix: int) -> Tree:
     tree: Tree = {}
     level, below = 0, list(range(n))
     while level == 0 or len(below) > 1:
-        level, above = level + 1, [("switch", level + 1, i) for i in range(-(-len(below) // radix))]
-        tree |= {node: above[i // radix] for i, node in enumerate(below)}
-        below = above
+        level += 1
+        tree |= {node: ("switch", level, i // radix) for i, node in enumerate(below)}
+        below = list(dict.fromkeys(tree[node] for node in below))
     return tree
 
 

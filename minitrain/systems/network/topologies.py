@@ -64,13 +64,13 @@ def _ahead(place: tuple[int, ...], axis: int, dims: Sequence[int]) -> tuple[int,
     return (*place[:axis], (place[axis] + 1) % dims[axis], *place[axis + 1 :])
 
 
-def torus(x: int, y: int = 1, z: int = 1, rate: Number = 1) -> Graph:
+def torus(x: int, y: int = 1, z: int = 1) -> Graph:
     """A ring along every axis of more than one node; of two it is one cable."""
     dims = [size for size in (x, y, z) if size != 1] or [1]
     hosts = _places(*dims)
-    has_cable = lambda at, size: size > 2 or (size == 2 and at == 0)
-    steps = [(host, axis) for host in hosts for axis, size in enumerate(dims) if has_cable(host[axis], size)]
-    return Graph(hosts, [(host, _ahead(host, axis, dims), rate) for host, axis in steps], forwards=True)
+    pairs = [(host, _ahead(host, axis, dims)) for host in hosts for axis in range(len(dims))]
+    cables = {frozenset(pair): pair for pair in pairs if pair[0] != pair[1]}
+    return Graph(hosts, cables.values(), forwards=True)
 
 
 def fat_tree(k: int, rate: Number = 1) -> Graph:
@@ -82,17 +82,17 @@ def fat_tree(k: int, rate: Number = 1) -> Graph:
     return Graph(hosts, cables)
 
 
-def leaf_spine(leaves: int, per_leaf: int, spines: int, rate: Number = 1, up: Number | None = None) -> Graph:
-    """`up`: the rate of a cable from leaf to spine. Oversubscription: per_leaf · rate / (spines · up)."""
+def leaf_spine(leaves: int, per_leaf: int, spines: int, rate: Number = 1) -> Graph:
+    """Oversubscribed per_leaf to spines."""
     cables = [(leaf * per_leaf + i, ("leaf", leaf), rate) for leaf, i in _places(leaves, per_leaf)]
-    wires = [(("leaf", a), ("spine", b), up or rate) for a, b in _places(leaves, spines)]
+    wires = [(("leaf", a), ("spine", b), rate) for a, b in _places(leaves, spines)]
     return Graph(range(leaves * per_leaf), cables + wires)
 
 
-def dual_tor(hosts: int, tors: int, aggs: int, rate: Number = 1) -> Graph:
+def dual_tor(hosts: int, tors: int, aggs: int) -> Graph:
     """HPN: the two ports of a host lie in two planes with switches of their own, which meet nowhere else."""
-    wires = [(("tor", p, t), ("agg", p, a), rate) for p, t, a in _places(2, tors, aggs)]
-    ports = [(host, ("tor", plane, host * tors // hosts), rate) for host, plane in _places(hosts, 2)]
+    wires = [(("tor", p, t), ("agg", p, a)) for p, t, a in _places(2, tors, aggs)]
+    ports = [(host, ("tor", plane, host * tors // hosts)) for host, plane in _places(hosts, 2)]
     return Graph(range(hosts), ports + wires)
 
 
@@ -145,50 +145,52 @@ def jellyfish(switches: int, ports: int, per_switch: int, seed: int = 0) -> Grap
     return Graph(hosts, [(host, ("switch", host[0])) for host in hosts] + wires)
 
 
+def _pairs(groups: int, h: int) -> list[tuple[int, int, int, int]]:
+    """A cable for any two groups, (group, member, group, member), of which each member has h."""
+    return [(g, (other - 1) // h, other, g // h) for g, other in combinations(range(groups), 2)]
+
+
 def dragonfly(p: int, a: int, h: int, rate: Number = 1) -> Graph:
     """a·h + 1 groups of a routers, each with p hosts and h global cables; one cable between any two groups.
     It counts as three hops, so that shortest paths are minimal routes: one global cable, never two."""
     require_positive_ints(MOST, h=h)
-    hosts, groups = _places(a * h + 1, a, p), range(a * h + 1)
-    cables = [((g, r, i), ("router", g, r), rate) for g, r, i in hosts]
-    cables += [
-        (("router", g, r), ("router", g, s), rate) for g in groups for r, s in combinations(range(a), 2)
-    ]
-    for g, other in combinations(groups, 2):  # the global cables of a group are numbered by the other group
-        cables.append((("router", g, (other - 1) // h), ("router", other, g // h), rate))
+    hosts, router = _places(a * h + 1, a, p), lambda group, number: ("router", group, number)
+    local = [(g, r, g, s) for g in range(a * h + 1) for r, s in combinations(range(a), 2)]
+    cables = [(router(g, r), router(other, s), rate) for g, r, other, s in local + _pairs(a * h + 1, h)]
     is_global = lambda a, b: a[0] == b[0] == "router" and a[1] != b[1]
-    return Graph(hosts, cables, hops=lambda a, b: 3 if is_global(a, b) else 1)
+    ports = [(host, router(*host[:2]), rate) for host in hosts]
+    return Graph(hosts, ports + cables, hops=lambda a, b: 3 if is_global(a, b) else 1)
 
 
-def dragonfly_plus(radix: int, rate: Number = 1) -> Graph:
+def dragonfly_plus(radix: int) -> Graph:
     """Groups of radix/2 leaves and radix/2 spines, all joined; half of a spine's ports are global cables."""
     h = _half(radix)
     hosts = _places(h * h + 1, h, h)
-    cables = [((g, leaf, i), ("leaf", g, leaf), rate) for g, leaf, i in hosts]
-    cables += [(("leaf", g, leaf), ("spine", g, spine), rate) for g, leaf, spine in hosts]
-    ends = lambda g, other: (("spine", g, (other - 1) // h), ("spine", other, g // h), rate)
-    return Graph(hosts, cables + [ends(g, other) for g, other in combinations(range(h * h + 1), 2)])
+    cables = [((g, leaf, i), ("leaf", g, leaf)) for g, leaf, i in hosts]
+    cables += [(("leaf", g, leaf), ("spine", g, spine)) for g, leaf, spine in hosts]
+    cables += [(("spine", g, spine), ("spine", other, far)) for g, spine, other, far in _pairs(h * h + 1, h)]
+    return Graph(hosts, cables)
 
 
-def bcube(n: int, k: int, rate: Number = 1) -> Graph:
+def bcube(n: int, k: int) -> Graph:
     """A host is k + 1 digits below n; a switch of level i joins the n hosts that differ in digit i alone."""
     require_ints(0, 12, k=k)
     hosts = _places(*[n] * (k + 1))
-    wires = [(host, ("switch", i, *host[:i], *host[i + 1 :]), rate) for host in hosts for i in range(k + 1)]
+    wires = [(host, ("switch", i, *host[:i], *host[i + 1 :])) for host in hosts for i in range(k + 1)]
     return Graph(hosts, wires, forwards=True)
 
 
-def dcell(n: int, k: int, rate: Number = 1) -> Graph:
+def dcell(n: int, k: int) -> Graph:
     """Copies of the level below, one more than it has hosts; copies a < b join hosts b-1 and a of theirs."""
     require_positive_ints(MOST, hosts=dcell_hosts(n, k))
     cables = []
 
     def build(level: int, place: tuple) -> list[tuple]:
         if level == 0:
-            cables.extend(((*place, i), ("switch", *place), rate) for i in range(n))
+            cables.extend(((*place, i), ("switch", *place)) for i in range(n))
             return [(*place, i) for i in range(n)]
         copies = [build(level - 1, (*place, copy)) for copy in range(dcell_hosts(n, level - 1) + 1)]
-        cables.extend((copies[a][b - 1], copies[b][a], rate) for a, b in combinations(range(len(copies)), 2))
+        cables.extend((copies[a][i], copies[b][j]) for a, i, b, j in _pairs(len(copies), 1))
         return sum(copies, [])
 
     return Graph(build(k, ()), cables, forwards=True)
@@ -200,16 +202,16 @@ def dcell_hosts(n: int, k: int) -> int:
     return n if k == 0 else dcell_hosts(n, k - 1) * (dcell_hosts(n, k - 1) + 1)
 
 
-def hammingmesh(a: int, b: int, x: int, y: int, rate: Number = 1) -> Graph:
+def hammingmesh(a: int, b: int, x: int, y: int) -> Graph:
     """x · y boards of a · b accelerators in a mesh; both ends of a board's row hang on the switch of that row
     across boards, those of a column likewise. So any set of board rows and columns is a torus."""
     hosts, cables = _places(x, y, a, b), []  # board row and column, row and column on it
     for host in hosts:
         board_row, board_column, row, column = host
         right, below = (*host[:3], column + 1), (*host[:2], row + 1, column)
-        cables += [(host, right, rate)] * (column + 1 < b) + [(host, below, rate)] * (row + 1 < a)
-        cables += [(host, ("row", board_row, row), rate)] * ((column == 0) + (column == b - 1))
-        cables += [(host, ("column", board_column, column), rate)] * ((row == 0) + (row == a - 1))
+        cables += [(host, right)] * (column + 1 < b) + [(host, below)] * (row + 1 < a)
+        cables += [(host, ("row", board_row, row))] * ((column == 0) + (column == b - 1))
+        cables += [(host, ("column", board_column, column))] * ((row == 0) + (row == a - 1))
     return Graph(hosts, cables, forwards=True)
 
 
@@ -219,22 +221,17 @@ def circuits(healthy: Sequence[int], shape: tuple[int, int, int]) -> list[tuple[
     places = _places(*shape)
     require_ints(healthy=list(healthy))
     if len(shape) != 3 or len(set(healthy)) < len(places):
-        raise ValueError(
-            f"shape {shape} takes {len(places)} cubes, in three dimensions; given {len(healthy)}"
-        )
+        raise ValueError(f"shape {shape} takes {len(places)} cubes, on three axes; given {len(healthy)}")
     cube_at = dict(zip(places, healthy))
     return [(cube_at[at], cube_at[_ahead(at, axis, shape)], axis) for at in places for axis in range(3)]
 
 
-def cubes(healthy: Sequence[int], shape: tuple[int, int, int], size: int = 4) -> Graph:
-    """The torus that these circuits make of cubes with `size` chips along an edge, and so size^2 a face."""
-    joined, inside = circuits(healthy, shape), _places(size, size, size)
-    _places(*shape, size, size, size)
-    at = lambda cube, axis, value, face: (cube, *face[:axis], value, *face[axis:])
+def cubes(healthy: Sequence[int], shape: tuple[int, int, int]) -> Graph:
+    """The torus that these circuits make of cubes of 4 x 4 x 4 chips: a circuit joins 16 lines of them."""
+    _places(*shape, 4, 4, 4)
     cables = []
-    for here, there, axis in joined:
-        for face in _places(size, size):
-            line = [at(here, axis, value, face) for value in range(size)]
-            cables += zip(line, [*line[1:], at(there, axis, 0, face)])
-    chips = [(cube, *place) for cube in list(healthy)[: prod(shape)] for place in inside]
-    return Graph(chips, cables, forwards=True)
+    for here, there, axis in circuits(healthy, shape):
+        for face in _places(4, 4):
+            line = [(here, *face[:axis], depth, *face[axis:]) for depth in range(4)]
+            cables += zip(line, [*line[1:], (there, *face[:axis], 0, *face[axis:])])
+    return Graph(dict.fromkeys(here for here, _ in cables), cables, forwards=True)

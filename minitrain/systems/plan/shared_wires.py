@@ -10,7 +10,6 @@ Rajasekaran et al. 2024 (CASSINI), NSDI; Strati et al. 2024, ML training with ge
 Differs: traffic is on or off; no packets.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import lcm
@@ -25,15 +24,13 @@ def bounced(size: Number, card: Number, bus: Number, pieces: int) -> Run:
     passes a piece on when it has all of it. Direct, only the card's seconds are left."""
     require_positive(size=size, card=card, bus=bus)
     require_ints(1, 1 << 12, pieces=pieces)
-    tasks = []
+    rates, tasks, part = {"up": bus, "card": card, "down": bus}, [], divided(size, pieces)
     for i in range(pieces):
-        part = divided(size, pieces)
-        tasks += [
-            Task(f"up {i}", "up", part, ("up",)),
-            Task(f"card {i}", "card", part, ("card",), (f"up {i}",)),
-        ]
-        tasks.append(Task(f"down {i}", "down", part, ("down",), (f"card {i}",)))
-    return play(tasks, {"up": bus, "card": card, "down": bus})
+        before = ()
+        for wire in rates:
+            tasks.append(Task(f"{wire} {i}", wire, part, (wire,), before))
+            before = (f"{wire} {i}",)
+    return play(tasks, rates)
 
 
 def uploads(devices: Sequence[int], size: Number, per_switch: int, rate: Number) -> Run:
@@ -78,23 +75,18 @@ def best_shift(first: Job, second: Job) -> int:
 def shifts(edges: Mapping[tuple[str, str], Number]) -> dict[str, Number] | None:
     """One shift for each job from those that its links ask for, {(job, link): shift}: along the graph of jobs
     and links from the first job of each part, at 0. None if a loop does not agree."""
-    near: dict[str, list] = {}
-    for (job, link), shift in edges.items():
-        near.setdefault(job, []).append((link, shift))
-        near.setdefault(link, []).append((job, -shift))
     found: dict[str, Number] = {}
-    for start in near:
-        found.setdefault(start, 0)
-        waiting = deque([start])
-        while waiting:
-            here = waiting.popleft()
-            for there, shift in near[here]:
-                if there not in found:
-                    found[there] = found[here] - shift
-                    waiting.append(there)
-                elif found[there] != found[here] - shift:
-                    return None
-    return {job: found[job] for job, _ in edges}
+    for first, _ in edges:
+        if first not in found:
+            found[first] = 0
+            for _ in edges:  # no path is longer
+                for (job, link), shift in edges.items():
+                    if job in found:
+                        found.setdefault(link, found[job] - shift)
+                    if link in found:
+                        found.setdefault(job, found[link] + shift)
+    agree = all(found[job] - shift == found[link] for (job, link), shift in edges.items())
+    return {job: found[job] for job, _ in edges} if agree else None
 
 
 def iterations(shift: int, compute: int, sync: int, rounds: int) -> list[Number]:
@@ -117,7 +109,6 @@ def slow_link(parameters: int, activations: int, microbatches: int, bytes_per_s:
     of every microbatch there, gradients back; "data": a sum of all gradients, each sent once each way."""
     require_ints(1, parameters=parameters, activations=activations, microbatches=microbatches)
     require_positive(bytes_per_s=bytes_per_s)
-    ways, found = {"there": bytes_per_s, "back": bytes_per_s}, {}
-    for cut, elements in (("pipeline", activations * microbatches), ("data", parameters)):
-        found[cut] = play([Task(way, way, 2 * elements, (way,)) for way in ways], ways).end_s
-    return found
+    ways = {"there": bytes_per_s, "back": bytes_per_s}
+    seconds = lambda elements: play([Task(way, way, 2 * elements, (way,)) for way in ways], ways).end_s
+    return {"pipeline": seconds(activations * microbatches), "data": seconds(parameters)}

@@ -1,11 +1,12 @@
 """Wavelengths and rings: conflicts looked for segment by segment, coprime steps walked, searches enumerated."""
 
+from collections import Counter
 from fractions import Fraction
 from itertools import combinations, permutations
 
 import numpy as np
 
-from minitrain.systems.network.optical import RING_UNITS, alternate, designed, totients, wavelengths
+from minitrain.systems.network.optical import RING_UNITS, alternate, designed, totients, turns, wavelengths
 
 
 def test_sip_ml():
@@ -16,6 +17,23 @@ def test_sip_ml():
         places = [((a + i) % n, w) for (a, b), w in zip(flows, chosen) for i in range((b - a) % n)]
         assert len(places) == len(set(places)) and len(set(chosen)) == n * (n - 1) // 2 == len(places) // n
     assert [len(set(wavelengths(n, [(i, (i + 1) % n) for i in range(n)]))) for n in (8, 64, 256)] == [1, 1, 1]
+
+
+def test_optical_computing():
+    """In no turn a port is used twice; at most 2d-1 turns of the d that the busiest port needs, and d for flows by
+    distance."""
+    draw = np.random.default_rng(0)
+    for n in (4, 6, 8):
+        every = list(permutations(range(n), 2))
+        for flows in (every, [every[i] for i in draw.integers(0, len(every), 20)]):
+            chosen = turns(n, flows)
+            busiest = max(Counter(end for a, b in flows for end in (("out", a), ("in", b))).values())
+            for port in (0, 1):
+                assert len({(turn, flow[port]) for turn, flow in zip(chosen, flows)}) == len(flows)
+            assert busiest <= 1 + max(chosen) <= 2 * busiest - 1
+        shifts = [(i, (i + k) % n) for k in range(1, n) for i in range(n)]
+        assert turns(n, shifts) == [k for k in range(n - 1) for _ in range(n)], "all to all: n-1 turns"
+    assert turns(3, [(0, 1), (1, 0), (0, 2), (2, 1)]) == [0, 0, 1, 1]
 
 
 def seconds_by_matrix(n: int, steps: tuple, partner: int) -> Fraction:

@@ -26,8 +26,7 @@ def test_times_by_hand():
     net.run()
     assert twins[1].end_ps - twins[0].end_ps == 80_000, "kinds take turns, who asks first is first"
     net = Network()
-    flow = Flow(net, (Port(net),), 500, Law(rate=1))
-    net.at(0, flow.send, 500)
+    flow = Flow(net, (Port(net),), 1000, Law(rate=1), mtu=500)
     net.run()
     assert flow.end_ps == 500 * 8000 + 500 * 80 + 2 * US, "paced by the first one's size"
 
@@ -45,7 +44,7 @@ def test_windows_bound_what_is_out_and_nothing_is_sent_through_a_window_of_nothi
 def test_losses_are_sent_again_and_equal_runs_are_equal():
     def play(seed):
         net, seen = Network(seed), Counter()
-        port = Port(net, drop=lambda packet: net.random.random() < 0.3)
+        port = Port(net, loss=0.3)
         tail = Port(net, 40, buffer_bytes=5000)
         flow = Flow(net, (port, tail), 50_000, data=lambda seq: seen.update([seq]))
         net.run()
