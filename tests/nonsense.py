@@ -125,6 +125,9 @@ INSIDE = {  # doors that are not called here, and who has looked at their argume
         "systems.checkpoint.in_memory.stripe_bytes systems.moe.overlapped_experts.layer_pieces "
         "systems.faults.corruption.replayed"
     ),
+    "what a rank sends of a tensor: the number is that of a text, which compressor_of has looked at": " ".join(
+        f"systems.data_parallel.compressed.{name}" for name in "top_k cocktail random_k thc power_sgd".split()
+    ),
 }
 
 

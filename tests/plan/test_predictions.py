@@ -441,6 +441,7 @@ def test_bad_input_is_refused_in_one_line():
         "a number from 0 to 1": lambda: Rates(products=1.2),
         "tile=0": lambda: Rates(tile=0),
         "use 0, 1, 2 or 3": lambda: predict(ours(Strategy(dp=4, node=2, zero="III"), 4), work_of),
+        "use none, or replay": lambda: predict(ours(Strategy(dp=4, compress="int8"), 4), work_of),
     }
     for said, call in bad.items():
         with pytest.raises(ValueError, match=said) as error:

@@ -23,14 +23,12 @@ def timelines(runs: Mapping[str, Run], title: str) -> Figure:
             network = run.tasks[name].lane == "network"
             colour = _LAYERS[layer % len(_LAYERS)] if network else SKY if name[0] == "F" else BLUE
             start, end = float(run.start(name)), float(run.end(name))
-            low = y + 0.02 if network else y - 0.36
-            ax.broken_barh(
-                [(start, end - start)], (low, 0.36), color=colour, edgecolor="white", linewidth=0.6
-            )
+            middle = y + 0.2 if network else y - 0.18
+            ax.barh(middle, end - start, 0.36, start, color=colour, edgecolor="white", linewidth=0.6)
             if end - start > 0.035 * last:
                 said = name if not network else name.split(".")[0].replace("C", "")
                 ink = style.ink_on(colour)
-                ax.text((start + end) / 2, low + 0.18, said, color=ink, fontsize=7, **style.CENTRED)
+                ax.text((start + end) / 2, middle, said, color=ink, fontsize=7, **style.CENTRED)
         end = float(run.end_s)
         ax.plot([end, end], [y - 0.45, y + 0.45], color=VERMILLION, linewidth=1.5)
         ax.text(end + 0.01 * last, y, f"{end:g}", color=VERMILLION, va="center", weight="bold")
@@ -42,21 +40,17 @@ def timelines(runs: Mapping[str, Run], title: str) -> Figure:
 
 
 @style.styled
-def loss_against_bytes(
-    points: Mapping[str, tuple[float, float, float | None]], dense: str, title: str
-) -> Figure:
-    """{what: (bytes a rank sends per step, loss with error feedback, loss without)}; `dense` is the line."""
+def loss_against_bytes(points: Mapping[str, tuple[float, float, float | None]], title: str) -> Figure:
+    """{what: (bytes a rank sends per step, loss with error feedback, loss without)}; of the first a line."""
     figure, ax = style.canvas(height=3.2)
     for at, (colour, (what, (sent, loss, without))) in enumerate(zip(CYCLE * 2, points.items())):
         if without is not None:
             ax.plot([sent, sent], [loss, without], color=colour, linewidth=1)
             ax.plot(sent, without, "o", color=colour, fillstyle="none")
         ax.plot(sent, loss, "o", color=colour)
-        below = (0, -14 - 12 * (at % 3))
-        ax.annotate(
-            what, (sent, loss), below, textcoords="offset points", fontsize=7, color=colour, **style.CENTRED
-        )
-    ax.axhline(points[dense][1], color=style.GREY, linestyle="--", linewidth=1)
+        look = dict(textcoords="offset points", fontsize=7, color=colour, **style.CENTRED)
+        ax.annotate(what, (sent, loss), (0, -14 - 12 * (at % 3)), **look)
+    ax.axhline(next(iter(points.values()))[1], color=style.GREY, linestyle="--", linewidth=1)
     ax.set(xscale="log", xlabel="bytes that a rank sends per step", ylabel="loss at the end")
     ax.margins(x=0.1)
     ax.set(ylim=(0, None), xticks=(500, 1000, 2000, 5000), xticklabels=("500", "1,000", "2,000", "5,000"))

@@ -77,6 +77,8 @@ def predict(run: TrainingRun, work_of: WorkOf, rates: Rates | None = None) -> Pr
     """`work_of(config, strategy, microbatch, length, fused_attention)` counts: dry_runs.py. `rates`: else
     those calibrated for the run's device and software."""
     strategy, stack = run.strategy, run.stack
+    if strategy.compress != "none":
+        raise ValueError(f"compress={strategy.compress!r}: predictions know whole sums; use none, or replay")
     rates = rates or rates_of(run.machine, stack)
     again = strategy.recompute == "stage"
     counted = strategy

@@ -21,9 +21,11 @@ grid is even, its step a power of two: decoding rounds nothing; PowerSGD draws Q
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from minitrain.attention.placed import hashed, shifted
@@ -35,154 +37,141 @@ from minitrain.plan.strategy import parse_compress
 from minitrain.precision.blocks import Blocks, dequantize, from_bytes, pack, quantize, to_bytes, unpack
 from minitrain.precision.formats import INT4, INT8
 from minitrain.precision.mixed import LossScale
-from minitrain.ranks.checks import require_fractions, require_one_of, require_positive_ints
+from minitrain.ranks.checks import require_fractions, require_one_of
 from minitrain.ranks.collectives import all_gather, all_reduce, all_to_all, announce
-from minitrain.ranks.pieces import Piece, pieces_of
+from minitrain.ranks.pieces import Piece, pieces_of, whole_piece
 from minitrain.systems.attention.flash_3 import hadamard
 
-Compressor = Callable[..., tuple[Tensor, Tensor]]
+Compressor = Callable[[Tensor, ProcessGroup, int], tuple[Tensor, Tensor]]
 SUMS = (torch.uint8, torch.int16, torch.int32)
 
 
-def dense(x: Tensor, group, step: int) -> tuple[Tensor, Tensor]:
+def compressor_of(text: str) -> Compressor:
+    """`text` as Strategy.compress has it."""
+    name, number = parse_compress(text)
+    return COMPRESSORS[name] if number is None else partial(COMPRESSORS[name], number)
+
+
+def dense(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, Tensor]:
     """Nothing is left out."""
     return all_reduce(x, group), x
 
 
-def top_k(share: float, among: float = 1.0, blocks: Blocks | None = None) -> Compressor:
+def top_k(
+    share: float, x: Tensor, group: ProcessGroup, step: int, among=1.0, blocks: Blocks | None = None
+) -> tuple[Tensor, Tensor]:
     """Of a share of drawn places; values as they are, or as codes. Messages add up in the order of ranks."""
-    require_fractions(share=share, among=among)
-
-    def reduce(x: Tensor, group, step: int) -> tuple[Tensor, Tensor]:
-        flat, k = x.flatten(), count(share, x)
-        few = drawn(x, max(k, count(among, x)), step)
-        wide = torch.int32 if blocks is None or len(few) > 1 << 16 else torch.int16
-        at = flat[few].abs().topk(k).indices
-        values = flat[few[at]]
-        codes = values.view(torch.uint8) if blocks is None else to_bytes(quantize(values, blocks, fill=True))
-        message, size = torch.cat((codes, at.to(wide).view(torch.uint8))), len(codes)
-
-        def decoded(message: Tensor) -> Tensor:
-            where = message[size:].clone().view(wide).long() & (1 << 8 * wide.itemsize) - 1
-            codes = message[:size].clone()
-            values = codes.view(x.dtype) if blocks is None else dequantize(from_bytes(codes, k, blocks))
-            return torch.zeros_like(flat).index_copy_(0, few[where], values).view_as(x)
-
-        first, *others = all_gather(message, group).view(group.size(), -1)
-        total = decoded(first)
-        for other in others:
-            total += decoded(other)
-        return total, decoded(message)
-
-    return reduce
+    few, k = drawn(x, max(share, among), step), count(share, x)
+    values = x.flatten()[few]
+    at = values.abs().topk(k).indices
+    wide = torch.int32 if blocks is None or len(few) > 1 << 16 else torch.uint16
+    sent = coded(values[at], blocks), at.to(wide).view(torch.uint8)
+    every = (all_gather(part, group).view(group.size(), -1) for part in sent)
+    whole = lambda codes, at: placed(decoded(codes, k, blocks), few[at.view(wide).long()], x)
+    return sum(map(whole, *every)), whole(*sent)
 
 
-def cocktail(share: float) -> Compressor:
-    require_fractions(share=share)
-    return top_k(share, min(1.0, math.sqrt(2 * share)), Blocks(INT4, (0,)))
+def cocktail(share: float, x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, Tensor]:
+    return top_k(share, x, group, step, min(1.0, math.sqrt(2 * share)), Blocks(INT4, (0,)))
 
 
-def random_k(share: float) -> Compressor:
-    require_fractions(share=share)
-
-    def reduce(x: Tensor, group, step: int) -> tuple[Tensor, Tensor]:
-        flat, places = x.flatten(), drawn(x, count(share, x), step)
-        whole = lambda values: torch.zeros_like(flat).index_copy_(0, places, values).view_as(x)
-        return whole(all_reduce(flat[places], group)), whole(flat[places])
-
-    return reduce
+def random_k(share: float, x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, Tensor]:
+    places = drawn(x, share, step)
+    values = x.flatten()[places]
+    return placed(all_reduce(values, group), places, x), placed(values, places, x)
 
 
-def int8(block: int = 256) -> Compressor:
+def int8(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, Tensor]:
     """Who adds up a slice of the sum rounds it once more, and has what is left of it in its own residual."""
-    require_positive_ints(block=block)
-    blocks = Blocks(INT8, (block,))
-
-    def reduce(x: Tensor, group, step: int) -> tuple[Tensor, Tensor]:
-        slices = pad(x.flatten(), (0, -x.numel() % group.size())).view(group.size(), -1)
-        coded = lambda x: to_bytes(quantize(x, blocks, fill=True))
-        wide = lambda message: dequantize(from_bytes(message, slices.shape[1], blocks))
-        message = coded(slices)
-        exact, own = wide(all_to_all(message, group)).sum(0, keepdim=True), wide(message)
-        message = coded(exact)
-        own[group.rank()] += (wide(message) - exact)[0]
-        total = wide(all_gather(message, group))
-        return tuple(y.flatten()[: x.numel()].view_as(x) for y in (total, own))
-
-    return reduce
+    blocks = Blocks(INT8, (256,))
+    slices = pad(x.flatten(), (0, -x.numel() % group.size())).view(group.size(), -1)
+    wide = lambda message: decoded(message, slices.shape[1], blocks)
+    message = coded(slices, blocks)
+    exact, own = wide(all_to_all(message, group)).sum(0, keepdim=True), wide(message)
+    message = coded(exact, blocks)
+    own[group.rank()] += (wide(message) - exact)[0]
+    total = wide(all_gather(message, group))
+    return tuple(y.flatten()[: x.numel()].view_as(x) for y in (total, own))
 
 
-def thc(bits: int = 4, rotate: bool = True, block: int = 1024) -> Compressor:
+def thc(bits: int, x: Tensor, group: ProcessGroup, step: int, rotate=True) -> tuple[Tensor, Tensor]:
     """Ranks agree on the largest number; each number goes to one of its two neighbours on the grid by chance,
     right on average. Turned by random signs and a Hadamard matrix, large numbers are rare."""
-    require_positive_ints(8, bits=bits)
-    require_positive_ints(block=block)
-    top = (1 << bits) - 1
-
-    def reduce(x: Tensor, group, step: int) -> tuple[Tensor, Tensor]:
-        ranks, width = group.size(), min(block, 1 << (x.numel() - 1).bit_length())
-        y = pad(x.flatten(), (0, -x.numel() % width))
-        places, seed = torch.arange(len(y), device=x.device), step * (ranks + 1)
-        signs = 1 - 2 * (hashed(seed, places) & 1)
-        turned = lambda y: hadamard(y.view(-1, width)).flatten() if rotate else y
-        y = turned(y * signs)
-        unit = (all_gather(y.abs().max().view(1), group).max() * 2 / top).clamp(min=1e-30)
-        unit = unit / torch.frexp(unit).mantissa  # the next power of two
-        chance = shifted(hashed(seed + 1 + group.rank(), places), 11).double() * 2.0**-53
-        codes = (y / unit + top / 2 + chance).floor().clamp(0, top).to(torch.uint8)
-        slices = pad(codes, (0, -len(y) % ranks)).view(ranks, -1)
-        arrived = unpack(all_to_all(pack(slices, bits), group), bits, slices.shape[1])
-        sums = arrived.sum(0, dtype=next(kind for kind in SUMS if ranks * top <= torch.iinfo(kind).max))
-        decoded = lambda codes, n: turned((codes[: len(y)].float() - n * top / 2) * unit) * signs
-        both = decoded(all_gather(sums, group), ranks), decoded(codes, 1)
-        return tuple(y[: x.numel()].view_as(x) for y in both)
-
-    return reduce
+    ranks, top, width = group.size(), (1 << bits) - 1, min(1024, 1 << (x.numel() - 1).bit_length())
+    y = pad(x.flatten(), (0, -x.numel() % width))
+    places, seed = torch.arange(len(y), device=x.device), step * (ranks + 1)
+    signs = 1 - 2 * (hashed(seed, places) & 1)
+    turned = lambda y: hadamard(y.view(-1, width)).flatten() if rotate else y
+    y = turned(y * signs)
+    unit = (all_gather(y.abs().max().view(1), group).max() * 2 / top).clamp(min=1e-30)
+    unit = unit / torch.frexp(unit).mantissa  # the next power of two
+    chance = shifted(hashed(seed + 1 + group.rank(), places), 11).double() * 2.0**-53
+    codes = (y / unit + top / 2 + chance).floor().clamp(0, top).to(torch.uint8)
+    slices = pad(codes, (0, -len(y) % ranks)).view(ranks, -1)
+    arrived = unpack(all_to_all(pack(slices, bits), group), bits, slices.shape[1])
+    sums = arrived.sum(0, dtype=next(kind for kind in SUMS if ranks * top <= torch.iinfo(kind).max))
+    numbers = lambda codes, n: turned((codes[: len(y)].float() - n * top / 2) * unit) * signs
+    both = numbers(all_gather(sums, group), ranks), numbers(codes, 1)
+    return tuple(y[: x.numel()].view_as(x) for y in both)
 
 
-def power_sgd(rank: int) -> Compressor:
+def power_sgd(rank: int, x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, Tensor]:
     """Vectors travel as they are."""
-    require_positive_ints(rank=rank)
-
-    def reduce(x: Tensor, group, step: int) -> tuple[Tensor, Tensor]:
-        if x.dim() < 2:
-            return dense(x, group, step)
-        matrix = x.flatten(1)
-        q = torch.arange(matrix.shape[1] * min(rank, *matrix.shape), device=x.device)
-        q = hashed(step, q).view(matrix.shape[1], -1).float() * 2.0**-63
-        p = torch.linalg.qr(all_reduce(matrix @ q, group)).Q
-        own = matrix.T @ p
-        return tuple((p @ q.T).view_as(x) for q in (all_reduce(own, group), own))
-
-    return reduce
+    if x.dim() < 2:
+        return dense(x, group, step)
+    matrix = x.flatten(1)
+    q = torch.arange(matrix.shape[1] * min(rank, *matrix.shape), device=x.device)
+    q = hashed(step, q).view(matrix.shape[1], -1).float() * 2.0**-63
+    p = torch.linalg.qr(all_reduce(matrix @ q, group)).Q
+    own = matrix.T @ p
+    return tuple((p @ q.T).view_as(x) for q in (all_reduce(own, group), own))
 
 
-def dropping(share: float, by: str = "size") -> Compressor:
-    """A share of the numbers is lost on the way, the smallest or any (`chance`), and nothing is added later
-    (Wang et al. 2024, MLT, NSDI)."""
+def dropping(share: float, by: str, x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, Tensor]:
+    """A share of the numbers is lost on the way, the smallest, by "size", or any, by "chance", and nothing is
+    added later (Wang et al. 2024, MLT, NSDI)."""
     require_fractions(share=share)
     require_one_of(("size", "chance"), by=by)
-
-    def reduce(x: Tensor, group, step: int) -> tuple[Tensor, Tensor]:
-        flat, seed, lost = x.flatten().clone(), step * group.size() + group.rank(), int(share * x.numel())
-        small = flat.abs().topk(lost, largest=False).indices
-        flat[small if by == "size" else drawn(x, lost, seed)] = 0
-        return all_reduce(flat.view_as(x), group), x
-
-    return reduce
+    largest = x.flatten().abs().topk(count(1 - share, x)).indices
+    places = largest if by == "size" else drawn(x, 1 - share, step * group.size() + group.rank())
+    return all_reduce(placed(x.flatten()[places], places, x), group), x
 
 
-MAKERS = dict(topk=top_k, randomk=random_k, cocktail=cocktail, int8=int8, thc=thc, powersgd=power_sgd)
+@torch.no_grad()
+def gradient_by_factors(dy: Tensor, x: Tensor, group: ProcessGroup) -> Tensor:
+    """dy `[K, M]`, x `[K, N]`, this rank's rows of a linear layer -> dW `[M, N]`, summed over the group. Rows
+    travel in its place, (n-1) K (M + N) numbers of each rank, which holds and multiplies n K of them (Xie et
+    al. 2016, UAI; Poseidon's choice is systems/plan/communication_order.py:sends_factors). Differs: on a
+    ring, not peer to peer."""
+    pairs = all_gather(torch.cat([dy, x], 1), group)
+    return pairs[:, : dy.size(1)].T @ pairs[:, dy.size(1) :]
+
+
+COMPRESSORS = dict(none=dense, topk=top_k, randomk=random_k, cocktail=cocktail)
+COMPRESSORS |= dict(int8=int8, thc=thc, powersgd=power_sgd)
 
 
 def count(share: float, x: Tensor) -> int:
     return max(1, int(share * x.numel()))
 
 
-def drawn(x: Tensor, k: int, step: int) -> Tensor:
-    """k different places of x, alike on all ranks that ask for the same step; all of them in order."""
-    places = torch.arange(x.numel(), device=x.device)
+def drawn(x: Tensor, share: float, step: int) -> Tensor:
+    """So many different places of x, alike on all ranks that ask for the same step; all of them in order."""
+    places, k = torch.arange(x.numel(), device=x.device), count(share, x)
     return places if k == x.numel() else hashed(step, places).topk(k).indices
+
+
+def placed(values: Tensor, places: Tensor, x: Tensor) -> Tensor:
+    """As x, with these values at these places, and 0 elsewhere."""
+    return torch.zeros_like(x).flatten().index_copy_(0, places, values).view_as(x)
+
+
+def coded(x: Tensor, blocks: Blocks | None) -> Tensor:
+    return x if blocks is None else to_bytes(quantize(x, blocks, fill=True))
+
+
+def decoded(message: Tensor, length: int, blocks: Blocks | None) -> Tensor:
+    return message if blocks is None else dequantize(from_bytes(message, length, blocks))
 
 
 class Feedback:
@@ -191,15 +180,13 @@ class Feedback:
     def __init__(self, compressor: Compressor, on: bool = True):
         self.compressor, self.on, self.steps = compressor, on, 0
         self.residual: Tensor | None = None  # of all steps that count
-        self.left: Tensor | None = None  # with the one under way
+        self.left: Tensor | None = None  # with the one under way, which `settle` ends
 
-    def __call__(self, gradient: Tensor, group, settle: bool = True) -> Tensor:
+    def __call__(self, gradient: Tensor, group: ProcessGroup) -> Tensor:
         x = gradient.float() if self.residual is None else gradient.float() + self.residual
         alone = group.size() == 1  # nobody to send to
         total, own = (x, x) if alone else self.compressor(x, group, self.steps)
         self.left = announce("buffer", x - own)
-        if settle:
-            self.settle()
         return total
 
     def settle(self, updated: bool = True) -> None:
@@ -211,14 +198,12 @@ class Feedback:
 
 class Compression:
     """In the place of a Sync's sums, a parameter at a time: ranks that hold the same one choose alike, and
-    stages of ZeRO and buckets change nothing. Waits for each message. Memory: residuals, without a loss's
-    scale, 4 bytes per parameter on every rank in every stage, 4 more from the sum to the end of the step.
-    """
+    stages of ZeRO and buckets change nothing. Backward stands still until each message is there: nothing of
+    it is hidden. Memory: residuals, without a loss's scale, 4 bytes per parameter on every rank in every
+    stage, 4 more from the sum to the end of the step."""
 
     def __init__(self, sync: Sync, text: str, scale: LossScale | None):
-        """`text` as Strategy.compress has it."""
-        name, number = parse_compress(text)
-        compressor = MAKERS[name]() if number is None else MAKERS[name](number)
+        compressor = compressor_of(text)
         self.sync, self.scale = sync, scale
         self.feedback = {param: Feedback(compressor) for param in sync.trainable if param.numel()}
         for param, feedback in self.feedback.items():
@@ -239,7 +224,7 @@ class Compression:
                 exact = grad.to(torch.promote_types(grad.dtype, torch.float32)) / factor
                 if self.scale:
                     exact = torch.where(exact.isfinite().all(), exact, math.nan)
-                total = self.feedback[param](exact, group, settle=False)
+                total = self.feedback[param](exact, group)
                 grad.copy_(total.to(exact.dtype) * factor)
         return grads
 
@@ -273,16 +258,14 @@ class Compression:
         """Only the sum over ranks matters: rank r of m takes what ranks r, r + m, .. had, and adds it up."""
         flat_of = {param: one for one in self.sync.shards for param in one.params}
         for param in sorted(self.feedback, key=self.sync.names.get):
-            key, name, number, ranks = self.sync.key_of[param], self.sync.names[param], 0, 1
-            adding = [group for group in (key.copies, *key.groups) if group is not None]
-            for group in adding:
-                number, ranks = number * group.size() + group.rank(), ranks * group.size()
+            name, key, feedback = self.sync.names[param], self.sync.key_of[param], self.feedback[param]
+            adding = tuple(group for group in (key.copies, *key.groups) if group is not None)
             alike = tuple(x for x in holders_of(self.sync, flat_of[param], same) if x not in adding)
-            had = number + 1
+            mine = whole_piece(name, feedback.residual, adding)  # its replicas: ranks that add up
+            number, ranks, had = mine.replica, mine.replicas, mine.replica + 1
             if saved:
                 had = sum(key.partition("/")[2] == name for key in saved.shapes("residual"))
             for seat in range(number, had, ranks):
-                values = self.feedback[param].residual
-                values = torch.empty_like(values) if saved else values
+                values = torch.empty_like(mine.values) if saved else mine.values
                 pieces = pieces_of(f"residual/{seat}/{name}", values, param, 0, param.numel(), alike)
-                yield self.feedback[param], values, [*pieces]
+                yield feedback, values, [*pieces]

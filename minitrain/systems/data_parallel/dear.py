@@ -5,7 +5,8 @@
     forward     a layer waits for its own bucket; those of later layers are still on their way
 
 ZeRO-1 (zero1.py) with gathers that nobody waits for in the step. Sends as data parallelism, 2(n-1)/n of the
-gradients' bytes. Whoever reads a parameter outside a forward calls `whole` first. Zhang et al. 2023, DeAR,
+gradients' bytes. Whoever reads a parameter before its module's forward, as copies for a precision do, calls
+`whole` first: so it is a class to be used by hand, no field of Strategy. Zhang et al. 2023, DeAR,
 arXiv:2302.12445, ICDCS. Differs: the update lies between the halves, so weights are gathered, not
 gradients; buckets of equal bytes, not tuned ones.
 """

@@ -1,6 +1,6 @@
 """What compression costs: a student learns a teacher's classes on ranks, its gradients in few bytes.
 
-    sent_bytes, loss = learn(top_k(0.05), group, feedback=True)      a rank, a step; over all rows, at the end
+    sent_bytes, loss = learn(compressor_of("topk:0.05"), group)      a rank, a step; over all rows, at the end
 
 Rows, and of them those of each step, are drawn per rank; both networks have two layers. With `early` the
 first layer alone travels so, as where a network drops what matters least (MLT). A matrix is one message.
@@ -43,6 +43,7 @@ def learn(
             loss = cross_entropy(student(rows[some]), classes[some], reduction="sum") / (64 * ranks)
             for param, grad, total in zip(params, torch.autograd.grad(loss, params), sums):
                 param.data -= lr * total(grad, group)
+                total.settle()
     with torch.no_grad():
         loss = cross_entropy(student(rows), classes) / ranks
     return ledger.sent_bytes() // steps, all_reduce(loss, group).item()

@@ -41,45 +41,45 @@ def _checked(layers: Sequence[Layer]) -> list[Layer]:
     return layers
 
 
-def _chain(i: int) -> tuple[str, ...]:
-    return (f"F{i - 1}",) if i else ()
+def _work(name: str, seconds: Number, *after: str) -> Task:
+    return Task(name, "device", seconds, after=after)
+
+
+def _sent(name: str, seconds: Number, *after: str, alpha: Number = 0) -> Task:
+    return Task(name, "network", seconds, ("network",), after, alpha)
+
+
+def _backward(layers: Sequence[Layer]) -> list[Task]:
+    return [_work(f"B{i}", layer.backward) for i, layer in reversed([*enumerate(layers)])]
+
+
+def _forward(layers: Sequence[Layer], needs: Mapping[int, Sequence[str]]) -> list[Task]:
+    chain = lambda i: [f"F{i - 1}"] if i else []
+    return [_work(f"F{i}", layer.forward, *needs[i], *chain(i)) for i, layer in enumerate(layers)]
 
 
 def step(
-    layers: Sequence[Layer],
-    *,
-    by: Callable[[int], Any] | None = None,
-    slices: int | Sequence[int] = 1,
-    groups: Sequence[Sequence[int]] | None = None,
-    together: bool = False,
-    width: int = 1,
-    alpha: Number = 0,
-    overhead: Number = 0,
-) -> Run:
+    layers: Sequence[Layer], *, by: Callable[[int], Any] | None = None, slices: int | Sequence[int] = 1,
+    groups: Sequence[Sequence[int]] | None = None, together=False, width=1, alpha: Number = 0,
+) -> Run:  # fmt: skip
     """From one step's loss to the next's: backward B2, B1, B0; sums C2.0, ..; forward F0, F1, F2.
 
     What is ready waits for the network in line, or by the smallest `by(layer)`. Gradients have so many
     `slices`, or each its number; `groups` of layers travel as one message, named after the lowest. Forward
-    needs a layer's own sums, or all of them `together`. A message costs `alpha` before its bytes, beside
-    `width - 1` others, and `overhead` seconds of the network."""
+    needs a layer's own sums, or all of them `together`. A message costs `alpha` seconds before its bytes,
+    beside `width - 1` others."""
     layers = _checked(layers)
-    groups = groups or [[i] for i in reversed(range(len(layers)))]
     slices = [slices] * len(layers) if isinstance(slices, int) else list(slices)
     require_ints(1, 1 << 12, slices=slices)
-    tasks = [Task(f"B{i}", "device", layers[i].backward) for i in reversed(range(len(layers)))]
-    sums: dict[int, tuple] = {}
-    layer_of: dict[str, int] = {}
-    for group in groups:
+    tasks, needs, layer_of = _backward(layers), {}, {}
+    for group in groups or [[i] for i in reversed(range(len(layers)))]:
         low, size = min(group), sum(layers[i].sync for i in group)
-        names = tuple(f"C{low}.{j}" for j in range(slices[low]))
-        amount = divided(size, len(names)) + overhead
-        tasks += [Task(name, "network", amount, ("network",), (f"B{low}",), alpha) for name in names]
-        sums |= dict.fromkeys(group, names)
+        names = [f"C{low}.{j}" for j in range(slices[low])]
+        tasks += [_sent(name, divided(size, len(names)), f"B{low}", alpha=alpha) for name in names]
+        needs |= dict.fromkeys(group, names)
         layer_of |= dict.fromkeys(names, low)
-    every = tuple(layer_of) if together else ()
-    for i, layer in enumerate(layers):
-        tasks.append(Task(f"F{i}", "device", layer.forward, (), (*(every or sums[i]), *_chain(i))))
-    key = (lambda task: by(layer_of[task.name]) if task.name in layer_of else 0) if by else None
+    tasks += _forward(layers, dict.fromkeys(needs, [*layer_of]) if together else needs)
+    key = (lambda task: by(layer_of[task.name]) if task.links else 0) if by else None
     return play(tasks, NETWORK, key, {"network": width})
 
 
@@ -108,19 +108,16 @@ def packed(ready: Sequence[Number], sizes: Sequence[Number], alpha: Number, beta
     programming over how many have been sent."""
     require_nonnegative(ready=list(ready), sizes=list(sizes), alpha=alpha, beta=beta)
     best: list[tuple[Number, tuple[int, ...]]] = [(0, ())]
-    for j in range(1, len(sizes) + 1):
-        ends = (
-            (max(end, ready[j - 1]) + alpha + beta * sum(sizes[i:j]), i) for i, (end, _) in enumerate(best)
-        )
-        end, i = min(ends)
+    for j, there in enumerate(ready, start=1):
+        starts = [max(end, there) for end, _ in best]
+        end, i = min((start + alpha + beta * sum(sizes[i:j]), i) for i, start in enumerate(starts))
         best.append((end, (*best[i][1], j - i)))
     return best[-1]
 
 
 def transfers_in(order: Sequence[str], operators: Sequence[Task], transfers: Mapping[str, Number]) -> Run:
     """Transfers one after another; operators, work `after` transfers and operators, when it can."""
-    sent = [Task(name, "network", transfers[name], ("network",)) for name in order]
-    return play([*sent, *operators], NETWORK, by=lambda task: 0)
+    return play([*(_sent(name, transfers[name]) for name in order), *operators], NETWORK, by=lambda task: 0)
 
 
 def tac(operators: Sequence[Task], transfers: Mapping[str, Number]) -> list[str]:
@@ -134,13 +131,9 @@ def tac(operators: Sequence[Task], transfers: Mapping[str, Number]) -> list[str]
     while left:
         waits = [(task.amount, needs[task.name] & left.keys()) for task in operators]
         alone = {name: sum(amount for amount, names in waits if names == {name}) for name in left}
-        shared = {
-            name: min(
-                (sum(left[n] for n in names) for _, names in waits if name in names != {name}), default=inf
-            )
-            for name in left
-        }
-        before = lambda a, b: (min(alone[b], left[a]), shared[a]) < (min(alone[a], left[b]), shared[b])
+        together = [(sum(left[n] for n in names), names) for _, names in waits if len(names) > 1]
+        opens = {name: min((s for s, names in together if name in names), default=inf) for name in left}
+        before = lambda a, b: (min(alone[b], left[a]), opens[a]) < (min(alone[a], left[b]), opens[b])
         first = next((a for a in left if not any(before(b, a) for b in left)), min(left))
         order.append(first)
         del left[first]
@@ -155,14 +148,12 @@ def efficiency(operators: Sequence[Task], transfers: Mapping[str, Number], makes
 
 def dear(layers: Sequence[Layer]) -> Run:
     """Half of a sum behind backward, last layer first, half behind the next forward, first layer first."""
-    layers, last = _checked(layers), len(layers) - 1
-    half = [divided(layer.sync, 2) for layer in layers]
-    tasks = [Task(f"B{i}", "device", layers[i].backward) for i in range(last, -1, -1)]
-    tasks += [Task(f"RS{i}", "network", half[i], ("network",), (f"B{i}",)) for i in range(last, -1, -1)]
-    for i in range(last + 1):
-        tasks.append(Task(f"AG{i}", "network", half[i], ("network",)))
-        tasks.append(Task(f"F{i}", "device", layers[i].forward, after=(f"AG{i}",)))
-    return play(tasks, NETWORK)
+    layers = _checked(layers)
+    half = {i: divided(layer.sync, 2) for i, layer in enumerate(layers)}
+    tasks = _backward(layers)
+    tasks += [_sent(f"RS{i}", half[i], f"B{i}") for i in reversed(half)]
+    tasks += [_sent(f"AG{i}", half[i]) for i in half]
+    return play(tasks + _forward(layers, {i: [f"AG{i}"] for i in half}), NETWORK)
 
 
 def out_of_order(layers: Sequence[Layer], late: int) -> Run:
@@ -170,40 +161,28 @@ def out_of_order(layers: Sequence[Layer], late: int) -> Run:
     after everything else of backward, and sums by layer. The chain of X and all sums are what they were."""
     layers = _checked(layers)
     require_ints(0, len(layers), late=late)
-    lasts = list(range(len(layers) - late, len(layers)))
-    tasks = []
+    half = [divided(layer.backward, 2) for layer in layers]
+    lasts, tasks = range(len(layers) - late, len(layers)), []
     for i in reversed(range(len(layers))):
-        tasks.append(Task(f"X{i}", "device", divided(layers[i].backward, 2)))
-        tasks += (
-            [] if i in lasts else [Task(f"W{i}", "device", divided(layers[i].backward, 2), after=(f"X{i}",))]
-        )
-    tasks += [Task(f"W{i}", "device", divided(layers[i].backward, 2)) for i in lasts]
-    tasks += [
-        Task(f"C{i}", "network", layer.sync, ("network",), (f"W{i}",)) for i, layer in enumerate(layers)
-    ]
-    for i, layer in enumerate(layers):
-        tasks.append(Task(f"F{i}", "device", layer.forward, after=(f"C{i}", *_chain(i))))
-    places = {task.name: place for place, task in enumerate(tasks)}
-    return play(tasks, NETWORK, by=lambda task: places[task.name])
+        tasks.append(_work(f"X{i}", half[i]))
+        tasks += [] if i in lasts else [_work(f"W{i}", half[i])]
+    tasks += [_work(f"W{i}", half[i]) for i in lasts]
+    tasks += [_sent(f"C{i}", layer.sync, f"W{i}") for i, layer in enumerate(layers)]
+    tasks += _forward(layers, {i: [f"C{i}"] for i in range(len(layers))})
+    return play(tasks, NETWORK, by=tasks.index)
 
 
 def folded(segment: Number, sync: Number) -> Run:
     """Fold3D: all microbatches of a segment, then of the other, behind which the first one's sum travels."""
     require_nonnegative(segment=segment, sync=sync)
-    first = Task("B1", "device", segment), Task("C1", "network", sync, ("network",), ("B1",))
-    return play([*first, Task("B0", "device", segment)], NETWORK)
+    return step([Layer(0, segment, 0), Layer(0, segment, sync)])
 
 
 def chunked(work: Number, sync: Number, chunks: int, alpha: Number = 0) -> Run:
-    """A product in pieces, each sent, after `alpha` seconds, behind the product of the next."""
+    """A product in pieces B, each sent, after `alpha` seconds, behind the product of the next."""
     require_ints(1, 1 << 12, chunks=chunks)
     require_nonnegative(work=work, sync=sync, alpha=alpha)
-    tasks = [Task(f"M{i}", "device", divided(work, chunks)) for i in range(chunks)]
-    sums = [
-        Task(f"C{i}", "network", divided(sync, chunks), ("network",), (f"M{i}",), alpha)
-        for i in range(chunks)
-    ]
-    return play([*tasks, *sums], NETWORK)
+    return step([Layer(0, divided(work, chunks), divided(sync, chunks))] * chunks, alpha=alpha)
 
 
 def best_chunks(work: Number, sync: Number, alpha: Number, most: int = 64) -> int:

@@ -12,7 +12,8 @@ one thing at a time; P^2's reductions are rings, level by level.
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from math import erf, exp, pi, sqrt
+from itertools import product
+from math import erf, exp, pi, prod, sqrt
 from random import Random
 
 import numpy
@@ -64,20 +65,18 @@ def annealed(operations: Mapping[str, Mapping[str, Motif]], steps: int, seed: in
     cost = lambda order, names: motifs_s(order, {key: operations[key][name] for key, name in names.items()})
     draw, order = Random(seed), list(operations)
     names = {key: next(iter(motifs)) for key, motifs in operations.items()}
-    here = cost(order, names)
-    best = here, order, names
+    here = best = cost(order, names), order, names
     for number in range(steps):
-        new_order, new_names, key = list(order), dict(names), draw.choice(order)
+        order, names, key = list(here[1]), dict(here[2]), draw.choice(here[1])
         if draw.random() < 0.5:
             i, j = order.index(key), draw.randrange(len(order))
-            new_order[i], new_order[j] = order[j], order[i]
+            order[i], order[j] = order[j], order[i]
         else:
-            new_names[key] = draw.choice(list(operations[key]))
-        there = cost(new_order, new_names)
+            names[key] = draw.choice(list(operations[key]))
+        there = cost(order, names), order, names
         warmth = 0.3 * float(best[0]) * (1 - number / steps) + 1e-12
-        if draw.random() < exp(min(0.0, float(here - there) / warmth)):
-            here, order, names = there, new_order, new_names
-            best = min(best, (here, order, names), key=lambda plan: plan[0])
+        if draw.random() < exp(min(0.0, float(here[0] - there[0]) / warmth)):
+            here, best = there, min(best, there, key=lambda plan: plan[0])
     return best
 
 
@@ -110,20 +109,12 @@ def centauri_s(
 def placements(levels: Sequence[int], axes: Sequence[int]) -> list[tuple[tuple[int, ...], ...]]:
     """All matrices [axis][level] of factors whose rows multiply to the axes, and columns to the levels."""
     require_ints(1, 1 << 12, levels=list(levels), axes=list(axes))
-
-    def rows(size: int, room: Sequence[int]) -> list[tuple[int, ...]]:
-        if not room:
-            return [()] if size == 1 else []
-        fitting = [f for f in range(1, size + 1) if size % f == 0 and room[0] % f == 0]
-        return [(f, *rest) for f in fitting for rest in rows(size // f, room[1:])]
-
-    def matrices(axes: Sequence[int], room: Sequence[int]) -> list[tuple]:
-        if not axes:
-            return [()] if all(level == 1 for level in room) else []
-        left = {row: [level // f for level, f in zip(room, row)] for row in rows(axes[0], room)}
-        return [(row, *rest) for row in left for rest in matrices(axes[1:], left[row])]
-
-    return matrices(axes, levels)
+    shares = [[f for f in range(1, level + 1) if level % f == 0] for level in levels]
+    rows = [row for row in product(*shares) if prod(row) == axes[0]]
+    rooms = ([level // f for level, f in zip(levels, row)] for row in rows)  # what is left for other axes
+    if len(axes) == 1:
+        return [(row,) for row, room in zip(rows, rooms) if set(room) == {1}]
+    return [(row, *rest) for row, room in zip(rows, rooms) for rest in placements(room, axes[1:])]
 
 
 def placement_s(

@@ -151,7 +151,7 @@ class _Flows:
             one = self.running.get(name)
             if one is None or one.end != now:  # its end has moved since
                 continue
-            if not one.rate:
+            if not one.rate:  # alpha is over
                 self.flow(name, now)
                 continue
             self.note(name, now)
@@ -251,14 +251,8 @@ def _checked(tasks: Sequence[Task], bytes_per_s: Mapping[str, Number]) -> dict[s
         if wrong := [link for link in task.links if not bytes_per_s.get(link, 0) > 0]:
             raise ValueError(f"{task.name} passes {wrong[0]!r}: give that link its bytes per second, above 0")
         shares = _shares(task.links)
-        if (
-            not task.amount >= 0
-            or len(shares) < len(task.links)
-            or not all(share > 0 for share in shares.values())
-        ):
-            raise ValueError(
-                f"{task}: an amount is 0 or more, and a copy passes a link once, by a share above 0"
-            )
-        if not task.alpha >= 0:
-            raise ValueError(f"{task}: its alpha is 0 or more seconds")
+        if len(shares) < len(task.links) or not all(share > 0 for share in shares.values()):
+            raise ValueError(f"{task}: a copy passes a link once, by a share above 0")
+        if not (task.amount >= 0 and task.alpha >= 0):
+            raise ValueError(f"{task}: an amount is 0 or more, and so is its alpha")
     return by_name

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,19 @@ from minitrain.compose.trainer import check_identity, identity
 from minitrain.data_parallel.states import full_grads
 from minitrain.model.config import ExpertsConfig
 from minitrain.model.training.hyperparameters import Hyperparameters
-from minitrain.plan.strategy import Strategy, parse_compress
+from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import Blocks, quantize, to_bytes
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.sharding import full_tensor, placement
-from minitrain.systems.data_parallel.compressed import MAKERS, Feedback, cocktail, dense, dropping, int8, thc
+from minitrain.systems.data_parallel.compressed import (
+    Feedback,
+    cocktail,
+    compressor_of,
+    dense,
+    dropping,
+    int8,
+    thc,
+)
 from minitrain.systems.data_parallel.loss_by_bytes import learn
 from tests.layouts import Draw, matches, one_process, step_of
 from tests.saving import all_files, load, save
@@ -42,22 +51,18 @@ def of_all(x: Tensor) -> Tensor:
     return collectives.all_gather(x[None], collectives.world())
 
 
-def compressor(text: str):
-    name, number = parse_compress(text)
-    return MAKERS[name](*([] if number is None else [number]))
-
-
 # ---- what travels ------------------------------------------------------------------------------------------
 
 
 def each_compressor() -> dict:
     group, found = collectives.world(), {}
     for text in SENT:
-        feedback, left, told = Feedback(compressor(text)), torch.zeros(ROWS, COLUMNS), []
+        feedback, left, told = Feedback(compressor_of(text)), torch.zeros(ROWS, COLUMNS), []
         for step in range(3):
             grad = numbers(10 * step + group.rank()) * 10.0**-step
             with Ledger() as ledger:
                 told.append(feedback(grad, group))
+                feedback.settle()
             left += of_all(grad).sum(0) - told[-1]
         owed = of_all(feedback.residual).sum(0)
         alike = all(torch.equal(x, y) for y in told for x in of_all(y))
@@ -79,7 +84,7 @@ def test_what_is_not_told_is_owed():
 def in_blocks() -> tuple:
     group = collectives.world()
     x = numbers(group.rank(), 4096)
-    total, own = int8()(x, group, 0)
+    total, own = int8(x, group, 0)
     return total, x, own, to_bytes(quantize(x, Blocks("int8", (256,)))).nbytes
 
 
@@ -101,10 +106,10 @@ def on_one_grid() -> tuple:
     group = collectives.world()
     x = numbers(group.rank(), 4096)
     x[7] = 40.0
-    total, own = thc(4, rotate=False)(x, group, 0)
+    total, own = thc(4, x, group, 0, rotate=False)
     far = lambda y: (y - of_all(x).sum(0)).square().mean().sqrt().item()
-    turned = sum(thc(4)(x, group, step)[0] for step in range(100)) / 100
-    return x, total, own, far(total), far(thc(4)(x, group, 0)[0]), far(turned)
+    turned = sum(thc(4, x, group, step)[0] for step in range(100)) / 100
+    return x, total, own, far(total), far(thc(4, x, group, 0)[0]), far(turned)
 
 
 def test_thc():
@@ -124,13 +129,14 @@ def learnt(cases: list) -> list:
 
 def test_cocktailsgd():
     """4 bits of the largest of drawn places: with feedback within 1 % of dense, far off without."""
-    cases = [(dense, {}), (cocktail(0.08), {}), (cocktail(0.08), dict(feedback=False))]
+    tenth = partial(cocktail, 0.08)
+    cases = [(dense, {}), (tenth, {}), (tenth, dict(feedback=False))]
     (full, best), (few, close), (_, far) = launch.run(learnt, cases, ranks=4)[0]
     assert abs(close / best - 1) < 0.01 and far > 1.4 * best
     sizes = [max(1, int(0.08 * size)) for size in (16 * 48, 48 * 8)]
     assert few == sum(3 * (-(-k // 2) + 2 * k + 4) for k in sizes) and full == 2 * 3 * 4 * (24 * 48) // 4
     x = numbers(1)
-    _, own = launch.run(lambda: cocktail(0.5)(x, collectives.world(), 0), ranks=2)[0]
+    _, own = launch.run(lambda: cocktail(0.5, x, collectives.world(), 0), ranks=2)[0]
     largest = x.abs().flatten().topk(ROWS * COLUMNS // 2).indices
     step = x.abs().max() / 7
     expected = torch.zeros(ROWS * COLUMNS).index_copy(
@@ -141,7 +147,7 @@ def test_cocktailsgd():
 
 def test_mlt():
     """Of the early layer's gradient the smallest tenth may be lost on the way, any tenth may not."""
-    lost = [dropping(0.1), dropping(0.1, "chance"), dropping(0.3), dropping(0.3, "chance")]
+    lost = [partial(dropping, share, by) for share in (0.1, 0.3) for by in ("size", "chance")]
     cases = [(dense, {}), *((made, dict(early=True, feedback=False)) for made in lost)]
     best, *others = (loss for _, loss in launch.run(learnt, cases, ranks=4)[0])
     small, any_tenth, third, any_third = (loss / best - 1 for loss in others)

@@ -9,7 +9,7 @@ import pytest
 
 from minitrain.systems.communication.algorithms import ring_all_reduce
 from minitrain.systems.communication.chunk_schedule import check, sent_shares
-from minitrain.systems.communication.synthesis import packed_broadcast
+from minitrain.systems.communication.synthesis import Program
 from minitrain.systems.network.graph import Graph
 from minitrain.systems.network.packings import arriving, max_flow, spanning_trees, switch_tree
 from minitrain.systems.network.topologies import cube_mesh, leaf_spine, torus
@@ -56,7 +56,11 @@ def test_blink_trees():
         assert len(trees) == min(smallest_cut(graph, 0, other) for other in gpus[1:])
         count[len(gpus)] = count.get(len(gpus), len(trees))
         if gpus == tuple(range(len(gpus))):
-            check(packed_broadcast(trees, len(gpus)), "broadcast")
+            program = Program(len(gpus), len(trees))  # a chunk of its own in each tree, parents first
+            for index, tree in enumerate(trees):
+                for rank, parent in tree.items():
+                    program.copy(index, parent, rank)
+            check(program.schedule(), "broadcast")
     assert count == {4: 4, 5: 2, 6: 3, 8: 6}
 
 

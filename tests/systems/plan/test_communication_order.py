@@ -12,7 +12,7 @@ from torch import nn
 from minitrain import collectives, launch
 from minitrain.pipeline.deferred import Deferred
 from minitrain.ranks.ledger import Ledger
-from minitrain.systems.data_parallel.factors import gradient_by_factors
+from minitrain.systems.data_parallel.compressed import gradient_by_factors
 from minitrain.systems.plan import communication_order as plans
 from minitrain.systems.plan.communication_search import tuned
 from minitrain.systems.simulate.links import Task
@@ -139,14 +139,8 @@ def test_p3():
     assert whole.start("C0.0") == 5, "behind the last layer's, which cannot be interrupted"
     assert plans.step(THREE, by=first_layer, slices=4).start("C0.0") == 3
     halves = plans.dear([(1, 2, 2), (1, 2, 3), (1, 2, 3)])  # a half behind each pass, by hand
-    assert [halves.end(name) for name in ("RS2", "RS1", "RS0", "AG0", "AG1", "AG2")] == [
-        3.5,
-        5.5,
-        7,
-        8,
-        9.5,
-        11,
-    ]
+    ends = dict(RS2=3.5, RS1=5.5, RS0=7, AG0=8, AG1=9.5, AG2=11)
+    assert {name: halves.end(name) for name in ends} == ends
     free = [layer._replace(sync=0) for layer in THREE]
     assert step_s(free) == step_s(free, by=first_layer, slices=4) == 6
     draw = Random(3)
@@ -185,8 +179,8 @@ GRID = [(Fraction(2) ** -i, credits) for i in range(-3, 5) for credits in (1, 2,
 
 def bytescheduler_s(part, credits):
     slices = [max(1, ceil(layer.sync / part)) for layer in EIGHT]
-    costs = dict(alpha=Fraction(1, 2), overhead=Fraction(1, 20))
-    return step_s(EIGHT, by=first_layer, slices=slices, width=credits, **costs)
+    costs = [layer._replace(sync=layer.sync + Fraction(n, 20)) for layer, n in zip(EIGHT, slices)]
+    return step_s(costs, by=first_layer, slices=slices, width=credits, alpha=Fraction(1, 2))
 
 
 def test_bytescheduler():
@@ -259,20 +253,13 @@ def test_t3():
     """Every access of a product and its reduce-scatter counted, one by one; chunks arrive as they are made."""
     for ranks in (2, 4, 8):
         product, arrives = ranks, ranks - 1  # stores: of the product, and of what comes in
-        kernels = [
-            1,
-            *[2] * (ranks - 2),
-            2,
-        ]  # reads: the first chunk is only sent, others are added to what came
-        assert plans.t3_traffic(ranks, False) == (
-            sum(kernels),
-            product + arrives + 1,
-        )  # and the last sum is stored
+        reads = [1, *[2] * (ranks - 2), 2]  # the first chunk is only sent, others are added to what came
+        assert plans.t3_traffic(ranks, False) == (sum(reads), product + arrives + 1)  # and the last sum
         sent = [0, *[1] * (ranks - 2), 1]  # the first goes as it is made; whoever wants the sum reads it
         assert plans.t3_traffic(ranks, True) == (sum(sent), product - 1 + arrives)
     assert [plans.t3_traffic(8, in_memory) for in_memory in (False, True)] == [(15, 16), (7, 14)]
     run = plans.chunked(8, 8, 8)
-    assert [run.start(f"C{i}") for i in range(8)] == [run.end(f"M{i}") for i in range(8)]
+    assert [run.start(f"C{i}.0") for i in range(8)] == [run.end(f"B{i}") for i in range(8)]
 
 
 def test_ooo_backprop():

@@ -189,7 +189,7 @@ def test_a_thousand_flows_are_cheap():
             "^tasks wait for each other: a, b; order lanes",
         ),
         ([Task("a", "x", 1, {"bus": 0})], "by a share above 0"),
-        ([Task("a", "x", 1, alpha=-1)], "its alpha is 0 or more"),
+        ([Task("a", "x", 1, alpha=-1)], "so is its alpha"),
         ([Task("a", "x", 1, ("slow",))], "a passes 'slow': give that link its bytes per second"),
     ],
 )
