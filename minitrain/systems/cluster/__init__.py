@@ -4,4 +4,6 @@ First  jobs             jobs, nodes, events, a trace
        orders           pod by pod, gangs in an order, two jobs on the same devices
 Then   fair_shares      shares of devices of several kinds: linear program, rounds, trade
        fragments        parts of GPUs, and what nobody can use of them
+       elastic          how many devices, of which kind, with which plan
+       resources        CPUs, switches, a dispatcher, evaluations
 """

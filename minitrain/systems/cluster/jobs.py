@@ -29,20 +29,22 @@ class Node(NamedTuple):
 @dataclass(eq=False)
 class Job:
     """`work_s` is seconds on the `devices` it asks for, of a kind of speed 1; on n of them it goes
-    (n / devices)^scaling times as fast. `load`: the share of a device that it keeps busy."""
+    (n / devices)^scaling times as fast, if `speeds` have no (kind, n). `load`: of a device, what it uses."""
 
     name: str
     at_s: float
     devices: int
     work_s: float
-    speeds: Mapping[str, float] = field(default_factory=dict)  # by kind of device; 1 where nothing is said
+    speeds: Mapping = field(default_factory=dict)  # by kind of device; 1 where nothing is said
     scaling: float = 1.0
     load: float = 1.0
     restart_s: float = 0.0
     left_s: float = 0.0  # of work_s: simulate counts it down
 
     def rate(self, kind: str, devices: int = 0) -> float:
-        return self.speeds.get(kind, 1.0) * ((devices or self.devices) / self.devices) ** self.scaling
+        n = devices or self.devices
+        scaled = self.speeds.get(kind, 1.0) * (n / self.devices) ** self.scaling
+        return self.speeds.get((kind, n), scaled)
 
 
 class Share(NamedTuple):
