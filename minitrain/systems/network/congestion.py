@@ -13,7 +13,6 @@ are quoted from others, not confirmed in print), `law(name=value)` sets another.
 its victim, training jobs on a link.
 """
 
-from collections import deque
 from collections.abc import Callable
 from math import inf
 
@@ -154,25 +153,21 @@ class Eqds(Law):
 
 
 class Credits:
-    """EQDS's receiver: a credit of a packet to each sender that wants more, in turn, one per packet time."""
+    """EQDS's receiver: a credit of a packet per packet time, in order of asking; who got one asks again."""
 
     def __init__(self, port: Port, mtu: int):
-        self.port, self.mtu, self.waiting, self.busy = port, mtu, deque(), False
+        self.port, self.mtu, self.free_ps = port, mtu, 0
 
     def ask(self, law: Eqds) -> None:
-        self.waiting.append(law)
-        if not self.busy:
-            self.give()
+        now, due = self.port.net.now, max(self.port.net.now, self.free_ps)
+        self.free_ps = due + self.mtu * self.port.byte_ps
+        self.port.net.at(due - now, self.give, law)
 
-    def give(self) -> None:
-        self.busy = bool(self.waiting)
-        if self.busy:
-            law = self.waiting.popleft()
-            self.port.net.at(law.flow.back_ps, law.grant, self.mtu)
-            law.wanted -= self.mtu
-            if law.wanted > 0:
-                self.waiting.append(law)
-            self.port.net.at(self.mtu * self.port.byte_ps, self.give)
+    def give(self, law: Eqds) -> None:
+        self.port.net.at(law.flow.back_ps, law.grant, self.mtu)
+        law.wanted -= self.mtu
+        if law.wanted > 0:
+            self.ask(law)
 
 
 class Rocc(Law):
