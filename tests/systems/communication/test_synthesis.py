@@ -6,15 +6,11 @@ from random import Random
 import pytest
 from communication_runs import check_on_real_ranks
 
+from minitrain.systems.communication import synthesis
 from minitrain.systems.communication.algorithms import ring_all_gather
 from minitrain.systems.communication.chunk_schedule import Schedule, check
 from minitrain.systems.communication.cost_model import racks, time_s
-from minitrain.systems.communication.synthesis import (
-    Program,
-    least_loaded_gates,
-    relayed_all_gather,
-    two_step_all_gather,
-)
+from minitrain.systems.communication.synthesis import Program
 from minitrain.systems.network.graph import Graph
 from minitrain.systems.network.topologies import cube_mesh
 
@@ -97,7 +93,7 @@ def exists_by_brute_force(graph: Graph) -> bool:
 def test_sccl():
     """One chunk in two steps with a chunk a link and step: a DGX-1 has it, a ring of five too, of six not."""
     for graph in (cube_mesh(), cube_mesh(volta=True)):
-        schedule = two_step_all_gather(graph)
+        schedule = synthesis.two_step_all_gather(graph)
         check(schedule, "all_gather")
         links = [[(source, to) for source, to, *_ in step] for step in schedule.steps]
         assert all(len(set(step)) == len(step) and set(step) <= graph.rates.keys() for step in links)
@@ -109,7 +105,7 @@ def test_sccl():
             more = draw.sample(list(combinations(range(n), 2)), draw.randint(0, n))
             cables = {(min(pair), max(pair)) for pair in ring + more}
             graph = Graph(range(n), cables, forwards=True)
-            schedule = two_step_all_gather(graph)
+            schedule = synthesis.two_step_all_gather(graph)
             assert (schedule is not None) == exists_by_brute_force(graph)
             seen.add((n, schedule is not None))
             if schedule:
@@ -122,9 +118,9 @@ def test_taccl():
     fabric = racks([0, 0, 1, 1], (1e-6, 300e9), (4e-6, 25e9))
     seconds = {}
     for gates in product(range(2), repeat=4):
-        check(schedule := relayed_all_gather(gates), "all_gather")
+        check(schedule := synthesis.relayed_all_gather(gates), "all_gather")
         seconds[gates] = time_s(schedule, 1e6, fabric)
-    found = seconds[tuple(least_loaded_gates(2))]
+    found = seconds[tuple(synthesis.least_loaded_gates(2))]
     assert found == min(seconds.values()) == pytest.approx(15.83e-6, abs=0.01e-6)
     assert time_s(ring_all_gather(4), 1e6, fabric) == pytest.approx(42.0e-6, abs=0.1e-6)
-    check(relayed_all_gather(least_loaded_gates(4)), "all_gather")
+    check(synthesis.relayed_all_gather(synthesis.least_loaded_gates(4)), "all_gather")

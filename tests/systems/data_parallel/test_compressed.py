@@ -129,8 +129,7 @@ def learnt(cases: list) -> list:
 
 def test_cocktailsgd():
     """4 bits of the largest of drawn places: with feedback within 1 % of dense, far off without."""
-    tenth = partial(cocktail, 0.08)
-    cases = [(dense, {}), (tenth, {}), (tenth, dict(feedback=False))]
+    cases = [(dense, {}), *((partial(cocktail, 0.08), dict(feedback=on)) for on in (True, False))]
     (full, best), (few, close), (_, far) = launch.run(learnt, cases, ranks=4)[0]
     assert abs(close / best - 1) < 0.01 and far > 1.4 * best
     sizes = [max(1, int(0.08 * size)) for size in (16 * 48, 48 * 8)]
