@@ -19,7 +19,7 @@ First  charts              what each rank does when, what fills its memory when,
        address_space       where every block of memory lies, and the holes
        searches            how much of its space each planner looked at
        checkpoints         what an interval wastes, a save beside training, who keeps whose state
-       fault_charts        where detectors listen, who is slow, what a death finds, who is there
+       fault_charts        where detectors listen, who is slow, what a death finds
        network_charts      who meets on a cable, an all-reduce on many networks, queues, jobs that slide
        communication_charts   one step sent in other orders; loss against bytes
 beside style               one palette named by meaning, one style

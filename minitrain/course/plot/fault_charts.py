@@ -1,22 +1,13 @@
-"""Pictures of chapters 20 and 21: where detectors listen, who is slow; what a death finds, who is there."""
+"""Pictures of chapters 20 and 21: where detectors listen, who is slow, and what a death finds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from minitrain.course.plot import style
-from minitrain.course.plot.style import BLUE, CENTRED, GREEN, GREY, ORANGE, SKY, VERMILLION
-
-# (fault, at which part of the step, its detector, what is compared)
-LISTENING = (
-    ("stopped", 0.5, "heartbeat", "does every rank still beat?"),
-    ("slow", 1.5, "local time", "who needs longer, waiting left out?"),
-    ("a bad link", 2.3, "delay matrix", "which row, column or cell?"),
-    ("out of step", 2.75, "flight recorder", "who makes another call?"),
-    ("a wrong number", 3.5, "checksums", "do replicas agree?"),
-)
+from minitrain.course.plot.style import BLUE, CENTRED, GREEN, ORANGE, SKY, VERMILLION
 
 
 def step_of(ax: Axes, *parts: str) -> None:
@@ -32,7 +23,14 @@ def listening(title: str = "One step of a rank: five faults that raise no error,
     """The parts of a step, under each the fault that is planted there in the chapter, and its detector."""
     figure, ax = style.canvas(height=2.7)
     step_of(ax, "forward", "backward", "sums", "update")
-    for row, (fault, at, detector, question) in enumerate(LISTENING, start=1):
+    faults = (  # at which part of the step, its detector, what is compared
+        ("stopped", 0.5, "heartbeat", "does every rank still beat?"),
+        ("slow", 1.5, "local time", "who needs longer, waiting left out?"),
+        ("a bad link", 2.3, "delay matrix", "which row, column or cell?"),
+        ("out of step", 2.75, "flight recorder", "who makes another call?"),
+        ("a wrong number", 3.5, "checksums", "do replicas agree?"),
+    )
+    for row, (fault, at, detector, question) in enumerate(faults, start=1):
         ax.plot([at, at], [-0.35, -row], color=VERMILLION, linewidth=1)
         ax.plot(at, -row, "X", color=VERMILLION, markersize=7)
         ax.text(at - 0.12, -row, fault, ha="right", va="center")
@@ -43,11 +41,10 @@ def listening(title: str = "One step of a rank: five faults that raise no error,
 
 
 @style.styled
-def heat_maps(maps: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str, title: str, marks=()) -> Figure:
+def heat_maps(maps: Mapping[str, np.ndarray], *, xlabel: str, ylabel: str, title: str, marks={}) -> Figure:
     """Milliseconds as colours, dark is long; `marks` {name: [(row, column)]} are framed."""
     figure, axes = style.panels(maps, height=2.6)
     largest = max(float(values.max()) for values in maps.values())
-    marks = dict(marks)
     for ax, (name, values) in zip(axes, maps.items()):
         style.cells(ax, values, lambda x: (style.blend("#FFFFFF", BLUE, x / largest), f"{1e3 * abs(x):.0f}"))
         for row, column in marks.get(name, ()):
@@ -70,24 +67,4 @@ def commit(title: str = "A death at each point of a step, and what the survivors
         ax.text((left + right) / 2, -1.05, said, weight="bold", **CENTRED)
         ax.text((left + right) / 2, -1.4, then, **CENTRED)
     ax.set(xlim=(-0.1, 4.3), ylim=(-1.7, 0.4))
-    return style.finished(figure, title)
-
-
-@style.styled
-def members(
-    losses: Sequence[float], history: Sequence[tuple[int, int, int]], wanted: Sequence[float], *, title: str
-) -> Figure:
-    """Losses by step over those of one process, and below how many ranks have made each step."""
-    figure, (above, below) = style.stacked(2, 3.6, [2, 1])
-    above.plot(wanted, color=GREY, linewidth=5, label="one process")
-    above.plot(losses, "o-", color=BLUE, markersize=4, linewidth=1.2, label="ranks, of which some die")
-    above.set(ylabel="loss")
-    above.legend(loc="upper right")
-    ends = [*(done for done, *_ in history[1:]), len(losses)]
-    for (done, ranks, generation), end in zip(history, ends):
-        below.bar(done - 0.5, ranks, end - done, align="edge", color=SKY, edgecolor="white")
-        below.text((done + end - 1) / 2, ranks / 2, f"{ranks}", **CENTRED)
-        if done:
-            above.axvline(done - 0.5, color=VERMILLION, linestyle=":", linewidth=1)
-    below.set(xlabel="step", ylabel="ranks", yticks=range(0, 1 + max(ranks for _, ranks, _ in history), 2))
     return style.finished(figure, title)

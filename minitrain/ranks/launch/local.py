@@ -51,10 +51,8 @@ def run_local(call: bytes, ranks, timeout_s, start_timeout_s, checked: bool, ech
         # the ranks' own time-outs are far longer: the caller speaks, with the stacks of all in hand
         launch.start(call, checked=checked, patience_s=start_timeout_s + timeout_s + 86_400)
         launch.wait(timeout_s, start_timeout_s)
-        results = {
-            rank: launch.read(rank, "result") * (state == "done") for rank, state in launch.states.items()
-        }
-        return [pickle.loads(data) if data else None for data in results.values()]
+        done = {rank: state == "done" for rank, state in launch.states.items()}
+        return [pickle.loads(launch.read(rank, "result")) if it else None for rank, it in done.items()]
     finally:
         launch.stop()
 
@@ -123,8 +121,7 @@ class Launch:  # the ranks of one `run`
             self.listen(0.1)
             if hung and (rank := hung.behind(self.pids)) is not None:  # a hang is a death
                 print(f"rank {rank} has not got on for {self.hung_s:g} s: killed", file=sys.stderr)
-                with suppress(ProcessLookupError):
-                    os.kill(self.pids[rank], signal.SIGKILL)
+                launch_ranks.kill(os.kill, self.pids[rank])
             self.show(ended=False)
             if self.failed():
                 self.let_others_end()
@@ -157,10 +154,9 @@ class Launch:  # the ranks of one `run`
         return [rank for rank in self.states if rank not in dead]
 
     def failed(self) -> list[int]:
-        ended = [rank for rank, state in self.states.items() if state == "error" or rank in self.exits]
-        if self.survive and (self.there() or self.replace_s is not None):  # and somebody goes on
-            ended = [rank for rank in ended if self.states[rank] == "error"]
-        return ended
+        others_go_on = self.survive and (self.there() or self.replace_s is not None)
+        exits = () if others_go_on else self.exits
+        return [rank for rank, state in self.states.items() if state == "error" or rank in exits]
 
     def busy(self) -> list[int]:
         failed = self.failed()

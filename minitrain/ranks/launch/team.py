@@ -40,8 +40,6 @@ LOOK_S = 0.02
 BLAME_S = 5.0  # from an error to the news of the death that has caused it; of a connection that is lost,
 LOST_S = 60.0  # which only a death explains
 CONNECT_S = 300.0  # after which a thread that was left behind gives up
-
-
 Status = tuple[int, float]
 
 
@@ -83,10 +81,8 @@ class Team:
         dist.Backend.register_backend(BACKEND, connect, devices=["cpu", "cuda"])
         threading.Thread(target=self._watch, daemon=True).start()
 
-    @property
-    def changed(self) -> bool:
-        """Somebody has come or gone since this group was made."""
-        return self.roll.generation != self.generation
+    # Has somebody come or gone since this group was made?
+    changed = property(lambda self: self.roll.generation != self.generation)
 
     def beat(self, step: int) -> None:
         """How far this member is; calls of collectives count from here by themselves."""

@@ -238,11 +238,10 @@ class Chaos(Disk):
                     post = lambda one=one: ch.door("send", one[1]).post(ch, [one], [])()
                     late = lambda seconds=float(more[0]), post=post: (time.sleep(seconds), post())
                     ends.append(Lane("delayed").submit(late))
+        begin = lambda: None
         if job and ch in self.deferred:
             other, begin = self.deferred.pop(ch)
             call.seq, other.seq = other.seq, call.seq
-            settle = start()
-            begin()
-        else:
-            settle = start()
+        settle = start()
+        begin()
         return lambda: (settle(), [end() for end in ends])

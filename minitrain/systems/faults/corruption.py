@@ -28,7 +28,7 @@ from minitrain.checkpoint.format import bytes_of
 from minitrain.ranks import collectives
 from minitrain.ranks.pieces import Piece
 from minitrain.systems.checkpoint.in_memory import gather_plain
-from minitrain.systems.faults.live import Live
+from minitrain.systems.faults.live import Live, lasting
 
 
 def digest(x: Tensor) -> int:
@@ -46,9 +46,7 @@ def odd_replicas(pieces: Iterable[Piece]) -> list[tuple[int, str]]:
     for group, own in by_group.items():
         everyone = collectives.all_gather(torch.tensor([[*own.values()]]), group)
         for name, said in zip(own, everyone.T.tolist()):
-            (common, count), *others = Counter(said).most_common()
-            clear = not others or 2 * count > len(said)
-            odd = (r for r, one in enumerate(said) if one != common or not clear)
+            odd = (r for r, one in enumerate(said) if 2 * said.count(one) <= len(said))
             found |= {(collectives.members(group)[r], name.rpartition(" (")[0]) for r in odd}
     return sorted(found)
 
@@ -70,8 +68,7 @@ def replayed(run, batch, clip: float | None = None) -> tuple:
                     add = lambda grad, name=name: grads.update({f"gradient of {name}": digest(grad)})
                     hooks.callback(param.register_hook(add).remove)
             result = run.step(batch, clip)
-        left = [piece for piece in run.pieces() if not piece.name.startswith("random")]
-        seen.append(grads | {f"{piece.name} {piece.start}": digest(piece.values) for piece in left})
+        seen.append(grads | {f"{p.name} {p.start}": digest(p.values) for p in lasting(run.pieces())})
     other = next((name for name, value in seen[0].items() if seen[1][name] != value), "")
     told = enumerate(gather_plain(other.partition(" (")[0], collectives.world()))
     found = [(rank, name) for rank, name in told if name]

@@ -20,6 +20,7 @@ import time
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +44,7 @@ class Heartbeat(ExitStack):
     def __init__(self, path: Path | str, rank: int, ranks: int):
         super().__init__()
         require_positive_ints(ranks=ranks)
-        with open(path, "ab") as file:
-            file.truncate(ranks * 24)
+        Path(path).touch()
         self.rows = np.memmap(path, np.int64, "r+", shape=(ranks, 3))  # beats, step, calls
         self.rank, self.seen, self.ended = rank, self.rows.copy(), threading.Event()
 
@@ -120,19 +120,15 @@ def stragglers(local_s: np.ndarray) -> list[int]:
     return np.flatnonzero(fastest > max(1.5 * typical, typical + 0.01)).tolist()
 
 
-# ---- pairs ----------------------------------------------------------------------------------------------
-
-
 def rounds_of_pairs(nodes: Collection[int], busy: Collection[int] = ()) -> list[list[tuple[int, int]]]:
-    """Each pair of nodes once; pairs of a round share no node, so they can be tested at once. A heavy test
-    leaves out those that are `busy` (Vela: light tests all the time, heavy ones on idle nodes)."""
-    ring: list = [node for node in nodes if node not in busy]
-    ring += [None] * (len(ring) % 2)
-    rounds = []
-    for _ in ring[1:]:
-        both = zip(ring[: len(ring) // 2], ring[::-1])
-        rounds.append([(a, b) for a, b in both if a is not None and b is not None])
-        ring.insert(1, ring.pop())
+    """Each pair of nodes once; pairs of a round share no node, so they can be tested at once: their i + j is
+    the same modulo an odd count, and of an even one the last node takes who is left. A heavy test leaves out
+    those that are `busy` (Vela: light tests all the time, heavy ones on idle nodes)."""
+    idle = [node for node in nodes if node not in busy]
+    odd = (len(idle) - 1) | 1
+    rounds: list = [[] for _ in range(odd)]
+    for (i, a), (j, b) in combinations(enumerate(idle), 2):
+        rounds[(i + (i if j == odd else j)) % odd].append((a, b))
     return rounds
 
 
@@ -185,9 +181,6 @@ def self_check(group: ProcessGroup, numel: int = 1024) -> list[tuple]:
     return found + [("sum", r) for r in range(n) if table[r][-1]]
 
 
-# ---- logs -----------------------------------------------------------------------------------------------
-
-
 # `said`: operation, shape, site, name; None: it has made no such call. `seq`: of the call in its group
 Difference = namedtuple("Difference", "rank seq said others")
 
@@ -217,9 +210,6 @@ def lost_messages(logs: Mapping[int, Sequence]) -> list[tuple[int, int, int]]:
     ends = {(rank, call.peer, call.seq, call.op): call.done for rank, calls in logs.items() for call in calls}
     left = [(rank, peer, seq) for (rank, peer, seq, op), done in ends.items() if op == "send" and done]
     return sorted((i, j, seq) for i, j, seq in left if ends.get((j, i, seq, "receive")) is False)
-
-
-# ---- series ---------------------------------------------------------------------------------------------
 
 
 def drift(times: Sequence[float], period: int = 1) -> int | None:

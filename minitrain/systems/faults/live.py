@@ -56,7 +56,8 @@ class Live(Saved):
                 given.setdefault(what, Given(*what, {})).givers[rank] = number
         files = [SimpleNamespace(entries=(), plain=plain) for _, those in everyone for plain in those]
         super().__init__([SimpleNamespace(entries=given.values(), plain={}), *files])
-        self.wants: dict[tuple, list] = {}  # of a piece -> [(giver, number, start, shape)]
+        self.wants: dict[tuple, list] = {}  # of a piece -> parts (giver, number of its piece, start, shape)
+        self.dtypes: dict[tuple, torch.dtype] = {}  # of each part
         self.arrived: dict[tuple, Tensor] | None = None
 
     def check(self, piece: Piece) -> None:
@@ -67,14 +68,15 @@ class Live(Saved):
                 turn = list(entry.givers)[(self.rank + len(self.wants)) % len(entry.givers)]
                 giver = self.rank if self.rank in entry.givers else turn
                 parts.append((giver, entry.givers[giver], *common))
+                self.dtypes[parts[-1]] = entry.dtype
 
     def fill(self, piece: Piece) -> None:
         """Write what ranks have into a piece that was checked; the first one is a collective."""
         self._move()
-        for number, (giver, own, start, shape) in enumerate(self.wants[key_of(piece)]):
-            here = giver == self.rank
-            there = part_of(self.mine[own], start, shape) if here else self.arrived[*key_of(piece), number]
-            part_of(piece, start, shape).copy_(there)
+        for part in self.wants[key_of(piece)]:
+            giver, own, *at = part
+            there = part_of(self.mine[own], *at) if giver == self.rank else self.arrived[part]
+            part_of(piece, *at).copy_(there)
 
     def finish(self) -> None:
         """After the last `fill`: what has arrived may go."""
@@ -85,22 +87,18 @@ class Live(Saved):
     def _move(self) -> None:
         if self.arrived is not None:
             return
-        coming: list[list] = [[] for _ in range(self.group.size())]  # from each giver
-        for key, parts in self.wants.items():
-            for number, (giver, *what) in enumerate(parts):
-                if giver != self.rank:
-                    coming[giver].append(((*key, number), *what))
-        asked = gather_plain([[what for _, *what in one] for one in coming], self.group)
-        going = [[flat_bytes(part_of(self.mine[own], *at)) for own, *at in one[self.rank]] for one in asked]
-        places = [[(self.entries[key[0]][0].dtype, shape) for key, _, _, shape in one] for one in coming]
-        sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in one] for one in places]
+        givers = range(self.group.size())
+        coming = [[part for part in self.dtypes if part[0] == one != self.rank] for one in givers]
+        asked = [one[self.rank] for one in gather_plain(coming, self.group)]
+        going = [[flat_bytes(part_of(self.mine[own], *at)) for _, own, *at in one] for one in asked]
+        sizes = [[math.prod(part[-1]) * self.dtypes[part].itemsize for part in one] for one in coming]
         nothing = torch.empty(0, dtype=torch.uint8, device=self.mine[0].values.device if self.mine else "cpu")
         data, sends = torch.cat([nothing, *chain(*going)]), [sum(map(len, parts)) for parts in going]
         how = dict(send_sizes=sends, receive_sizes=[*map(sum, sizes)], name="live")
-        parts = collectives.all_to_all(data, self.group, **how).split([*chain(*sizes)])
-        self.moved_bytes, keys = sum(sends), (key for one in coming for key, *_ in one)
-        whole = (x.clone().view(dtype).view(shape) for x, (dtype, shape) in zip(parts, chain(*places)))
-        self.arrived = dict(zip(keys, whole))
+        data = collectives.all_to_all(data, self.group, **how).split([*chain(*sizes)])
+        self.moved_bytes, self.arrived = sum(sends), {}
+        for part, x in zip(chain(*coming), data):
+            self.arrived[part] = x.clone().view(self.dtypes[part]).view(part[-1])
 
 
 def lasting(pieces: Iterable[Piece]) -> list[Piece]:
@@ -147,10 +145,9 @@ class Copies:
         mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         shares = {rank: mine}
         if ranks > 1:
-            to, before = (rank + 1) % ranks, (rank - 1) % ranks
-            size = collectives.exchange(torch.tensor([len(mine)]), to, before, world)
-            like = mine.new_empty(int(size))
-            shares[before] = collectives.exchange(mine, to, before, world, like=like)
+            ring = (rank + 1) % ranks, (rank - 1) % ranks, world
+            size = collectives.exchange(torch.tensor([len(mine)]), *ring)
+            shares[ring[1]] = collectives.exchange(mine, *ring, like=mine.new_empty(int(size)))
             self.sent_bytes += 8 + len(mine)
         self.shares[number, step, ranks] = shares
         for old in sorted(self.shares)[:-2]:

@@ -49,8 +49,7 @@ def rerouted(pipelines: int, stages: int, microbatches: int, dead: Collection[tu
 def redundant_forwards(run: Simulation, forward: Time) -> tuple[list[list[Span]], list[tuple[int, int]]]:
     """Bamboo: (of each rank the redundant forwards, (rank, microbatch) of those that do not fit). Rank r has
     the weights of stage r and of the next one (the last rank: of stage 0; twice the model in all), and runs
-    the next one's forward too, `forward` long and in one piece, where it is idle after its own has made the
-    input.
+    the next one's forward too, `forward` long, in one piece, where it is idle after its own made the input.
     Raises ValueError unless rank r has stage r alone. A bubble that is long enough may come too early. Thorpe
     et al. 2023 (Bamboo), arXiv:2204.12013, section 5. Differs: idle time only; theirs also runs forwards that
     do not fit beside the rank's own work."""

@@ -82,8 +82,6 @@ class Survivor:
         self.team.finish()
         return self.losses
 
-    # ---- the vote
-
     def _vote(self, commit: Callable[[float], None], loss: float = 0.0) -> None:
         """When one rank has passed all have entered; not before it, each does what `commit(sum)` says."""
         self.entered = self.votes + 1, commit
@@ -130,25 +128,20 @@ class Survivor:
 
         run.forward_backward, run.sync.commit, self.run, self.shares = noted, commit, run, []
 
-    # ---- a run for those who are there
-
     def _start(self, error: Exception | None) -> None:
         """Regroup, and put a run of these ranks in the place of the old one."""
         if error:
             self.team.regroup(self._status(), self._catch_up, error)
         world = collectives.world()
-        told = gather_plain([self._status()[0], self.team.member >= self.team.ranks], world)
-        votes = [passed for passed, _ in told]
-        source = votes.index(max(votes))  # a rank with all losses
-        known = self.done, list(self.losses.items()), self.history
-        done, losses, history = gather_plain(known if world.rank() == source else None, world)[source]
+        known = self._status()[0], self.done, list(self.losses.items()), self.history
+        votes, done, losses, history = max(gather_plain(known, world), key=lambda known: known[0])
         self.team.beat(done)
         new = self.build(world.size())
         if new.late or new.scale or new.strategy.products != "plain" or new.config and new.config.experts:
             more = "biases of experts, scales of a loss or of products, post-validation"
             raise ValueError(f"a vote commits parameters and states of the optimizer, and not {more}")
-        self.votes = max(votes)
-        done = self._fill(new, done, "all are newcomers" if all(newcomer for _, newcomer in told) else "")
+        self.votes = votes
+        done = self._fill(new, done, "all are newcomers" * (min(self.team.members) >= self.team.ranks))
 
         def adopt(total: float) -> None:
             self.redone += max(0, self.done - done)

@@ -70,13 +70,10 @@ Layout = tuple[int, int]  # pipelines, stages; (0, 0) waits
 
 
 def proactive(
-    nodes: Sequence[int],
-    layouts: Collection[Layout],
-    rate: Callable[[Layout], float],
-    change_s: Callable[[Layout, Layout], float],
+    nodes: Sequence[int], layouts: Collection[Layout], rate: Callable, change_s: Callable
 ) -> list[Layout]:
     """Parcae's plan: for each minute of a forecast of `nodes` a layout of so many or fewer, by which most is
-    trained: `rate` per second, but for change_s(old, new) after a change, all of the minute at most. Dynamic
+    trained: rate(new) per second, but for change_s(old, new) after a change, the minute at most. Dynamic
     programming over the one in use. It may keep a slower one that still fits after the next preemption, or
     sit out a short rise. Differs: one forecast, taken as certain; theirs is made anew in every interval, and
     weighs by liveput."""
