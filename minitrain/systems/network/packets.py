@@ -165,7 +165,10 @@ class Flow:
         self.gbps, self.back_ps = ports[0].gbps, sum(port.delay_ps for port in ports)
         self.base_rtt = 2 * self.back_ps + sum(mtu * port.byte_ps for port in ports)
         self.left, self.seq, self.out, self.again = size, 0, 0, deque()  # to be sent, of that under way, lost
-        self.next, self.asleep, self.arrived, self.acked, self.end_ps = 0, False, 0, 0, None
+        self.next = self.alarm = (
+            0  # when the next packet may leave; the last pump that was put off until then
+        )
+        self.arrived, self.acked, self.end_ps = 0, 0, None
         self.expected, self.early, self.most_early, self.out_of_order = 0, set(), 0, 0
         self.law.begin(self)
         net.at(round(start_us * US), self.pump)
@@ -177,9 +180,9 @@ class Flow:
             if self.out + self.mtu > law.window and (self.out or law.window <= 0):
                 return  # a window below a packet lets one go, a window of nothing none
             if now < self.next:
-                if not self.asleep:
-                    self.asleep = True
-                    self.net.at(self.next - now, self.wake)
+                if self.alarm != self.next:
+                    self.alarm = self.next
+                    self.net.at(self.next - now, self.pump)
                 return
             if self.again:
                 seq, size = self.again.popleft()
@@ -191,10 +194,6 @@ class Flow:
             packet = Packet(self, seq, size, self.path(seq), self.to, self.data and self.data(seq), self.kind)
             packet.sent_ps = now
             packet.go()
-
-    def wake(self) -> None:
-        self.asleep = False
-        self.pump()
 
     def receive(self, packet: Packet) -> None:
         self.arrived += packet.size
