@@ -10,7 +10,7 @@ ARGS   ?=
 TORCH  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help course test lint bench gpu gpus transformers lab doctor install exercises nbgrader clean asked
+.PHONY: help course test lint bench gpu gpus transformers triton lab doctor install exercises nbgrader clean asked
 
 help:
 	@echo "make course     chapters 00 to 03 from the first cell to the last, about two minutes"
@@ -46,6 +46,10 @@ gpus: install              # the same for a node with two or more
 
 transformers: install      # benchmarks/moe.py runs beside its Mixtral block; it is no dependency, so it stands outside the venv
 	@test -d build/transformers || $(BIN)/python -m pip install --quiet --disable-pip-version-check --target build/transformers transformers==5.23.0
+
+triton: install            # its kernels on a CPU, interpreted; 1 GB, and a torch for CUDA brings its own, so it is no dependency
+	@$(BIN)/python -c "import triton" 2>/dev/null || test -d build/triton || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/triton triton==3.9.0
+	@$(BIN)/python -m pytest tests/systems/kernels/test_triton.py
 
 lab: install
 	@$(BIN)/minitrain lab $(ARGS)

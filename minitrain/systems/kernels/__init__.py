@@ -7,4 +7,5 @@ Then   roller        tiles that fit the hardware, made instead of searched
        tile_chains   products one behind another: orders of blocks (Chimera), what to fuse (Welder)
 Last   fusion        chains of operators in one pass, by rules
        graphs        what torch.compile sees of a function, and where it breaks off
+       triton_kernels    a product, a softmax and attention as Triton programs
 """

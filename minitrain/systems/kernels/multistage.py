@@ -5,18 +5,13 @@
 
 A load waits for the buffer of the tile `stages` before it, a product for its load; both kinds follow each
 other in order. Two buffers suffice where a load always takes `load`; where most are short and one in a while
-is long, more of them carry over it. Each is a tile of fast memory: `best_stages` weighs that.
+is long, more of them carry over it. Each buffer is a tile of fast memory, which larger tiles could use.
 Huang et al. 2023 (ALCOP), MLSys, sections 2 and 3. Differs: one level of memory; times are given.
 """
 
 from collections.abc import Sequence
 
-from minitrain.ranks.checks import (
-    require_nonempty,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks.checks import require_nonempty, require_nonnegative, require_positive_ints
 
 
 def pipelined(loads: Sequence[float], compute: float, stages: int) -> list[tuple[float, float, float]]:
@@ -31,14 +26,3 @@ def pipelined(loads: Sequence[float], compute: float, stages: int) -> list[tuple
         ready = max(begin + load, spans[-1][2] if spans else 0.0)
         spans.append((begin, begin + load, ready + compute))
     return spans
-
-
-def best_stages(loads: Sequence[float], compute: float, tile_bytes: float, fast_bytes: float) -> int:
-    """The fewest buffers with which no more are of use, of those that fit. Raises ValueError if none does."""
-    require_positive(tile_bytes=tile_bytes, fast_bytes=fast_bytes)
-    fit = min(int(fast_bytes // tile_bytes), len(loads))
-    if fit < 1:
-        raise ValueError(
-            f"a tile of {tile_bytes:,} bytes does not fit {fast_bytes:,} bytes; use smaller ones"
-        )
-    return min(range(1, fit + 1), key=lambda stages: (pipelined(loads, compute, stages)[-1][2], stages))

@@ -8,14 +8,12 @@ one of B, while it computes the step before. So it takes, with sizes rounded up 
     rounds of tiles over all cores · steps · max(2·m·n·k / peak, bytes of A and B tiles / bandwidth)
 
 Only aligned tiles are looked at: multiples of the unit that cut an axis into q parts, for some q, so little
-is padded. The smallest grows along the axis that helps most until fast memory is full (scale up); then all
-cores work on such tiles (scale out). `exhaustive` tries every tile: the measure.
+is padded. From one unit on they grow along each axis, and those `alive` that make one core fastest go on
+until fast memory is full (scale up); of all that were seen the best on all cores is chosen (scale out).
 Zhu et al. 2022 (Roller), OSDI, sections 3 and 4. Differs: one level of memory; alignment to the unit of the
-arithmetic alone, not to banks and transactions; the axis is chosen by time, not by the reuse score.
+arithmetic alone, not to banks and transactions; chosen by time, not by the reuse score.
 """
 
-from collections.abc import Iterable
-from itertools import product
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_positive, require_positive_ints
@@ -83,10 +81,3 @@ def roller(m: int, n: int, k: int, core: Core, alive: int = 8) -> Built:
         raise ValueError(f"no tile of {core.unit}^3 fits {core.fast_bytes:,} bytes; give more")
     best = min(tried, key=lambda at: (time(at, core), at))
     return Built(time(best, core), tile(best), len(tried))
-
-
-def exhaustive(m: int, n: int, k: int, core: Core, most: int, depths: Iterable[int]) -> Built:
-    """The best of all tiles up to most x most, aligned or not, for these depths."""
-    require_positive_ints(1 << 12, m=m, n=n, k=k, most=most)
-    every = list(product(range(1, min(m, most) + 1), range(1, min(n, most) + 1), depths))
-    return Built(*min((tile_seconds((m, n, k), tile, core), tile) for tile in every), len(every))
