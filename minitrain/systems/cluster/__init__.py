@@ -6,4 +6,7 @@ Then   fair_shares      shares of devices of several kinds: linear program, roun
        fragments        parts of GPUs, and what nobody can use of them
        elastic          how many devices, of which kind, with which plan
        resources        CPUs, switches, a dispatcher, evaluations
+Last   energy           of pipelines, of batch sizes and power limits
+       trials           learning rates for wide models from narrow ones, all at once, in bubbles
+       shared_storage   straws, stripes, bursts, caches
 """
