@@ -12,7 +12,7 @@ rows, a *product* more. The rules are TVM's, but that a tile here is whole rows,
 
 A group loads what is made elsewhere and stores its last output; between its steps nothing leaves fast memory.
 Dropout drops by position (attention/placed.py): a tile makes its mask itself and none is stored, where torch
-keeps one of a byte a number. A group with a product runs in one piece, inputs counted once (tiles.py: what
+keeps one of a byte per number. A group with a product runs in one piece, inputs counted once (tiles.py: what
 tiles make of that). Chen et al. 2018, arXiv:1802.04799 (TVM), section 3. Differs: no layouts.
 """
 
