@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minitrain.attention.flash import UNCOUNTED, SlowMemory
+from minitrain.attention.flash import UNCOUNTED
 from minitrain.attention.kernel import pieces
 from minitrain.ranks.checks import require_one_of, require_positive_ints
 
@@ -55,13 +55,13 @@ def _joins(step: Step, group: list[Step], readers: Mapping[str, int]) -> bool:
     return alone and (step.kind == "pointwise" or step.kind == "reduction" and whole_rows)
 
 
-def run(groups, inputs: Mapping[str, Tensor], memory: SlowMemory = UNCOUNTED, tile: int = 8) -> Tensor:
-    """The last output. What has as many rows as the first input `[rows, ..]` comes by tiles of so many, the
-    rest (a bias, a weight) once per group."""
+def run(kernels: list[list[Step]], inputs: Mapping[str, Tensor], memory=UNCOUNTED, tile: int = 8) -> Tensor:
+    """The last output of groups of steps. What has as many rows as the first input `[rows, ..]` comes by
+    tiles of so many, the rest (a bias, a weight) once per group; `memory`: a SlowMemory."""
     require_positive_ints(tile=tile)
     values = dict(inputs)
     rows = next(iter(values.values())).size(0)
-    for group in groups:
+    for group in kernels:
         made = [step.output for step in group]
         read = dict.fromkeys(name for step in group for name in step.inputs if name not in made)
         in_one = any(step.kind == "product" for step in group)
@@ -77,4 +77,4 @@ def run(groups, inputs: Mapping[str, Tensor], memory: SlowMemory = UNCOUNTED, ti
                 chip[step.output] = step.function(*(chip[name] for name in step.inputs), *place)
             parts.append(memory.store(chip[made[-1]]))
         values[made[-1]] = torch.cat(parts)
-    return values[groups[-1][-1].output]
+    return values[kernels[-1][-1].output]
