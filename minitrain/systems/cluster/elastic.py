@@ -46,10 +46,8 @@ def pollux(worth: Sequence[Sequence[float]], devices: int) -> tuple[list[int], f
     require_positive_ints(devices=devices)
     best, choices = [0.0] * (devices + 1), []
     for job in worth:
-        both = [
-            max((best[d - n] + job[n], n) for n in range(min(d, len(job) - 1) + 1))
-            for d in range(devices + 1)
-        ]
+        most = len(job) - 1
+        both = [max((best[d - n] + job[n], n) for n in range(min(d, most) + 1)) for d in range(devices + 1)]
         best, choice = map(list, zip(*both))
         choices.append(choice)
     left, counts = devices, []

@@ -19,12 +19,7 @@ from random import Random
 
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.simulate import Measured, simulate
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_nonempty,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks import checks
 from minitrain.systems.plan.rematerialize import IntegerProgram
 
 Durations = Mapping[Action, int]
@@ -43,26 +38,21 @@ def slack(schedule: Schedule, durations: Durations) -> tuple[int, dict[Action, i
     return run.makespan, start, {action: latest[action] - start[action] for action in start}, edges
 
 
-def stretched(
-    schedule: Schedule, energy: Energy, shortest: Durations, longest: Durations
-) -> dict[Action, int]:
+def stretched(schedule: Schedule, energy: Energy, shortest: Durations, longest: Durations) -> Durations:
     """EnvPipe: from all at their shortest, a unit longer wherever there is slack and it saves most."""
     durations = dict(shortest)
     while True:
         _, _, free, _ = slack(schedule, durations)
-        saved = {
-            a: energy(a, d) - energy(a, d + 1) for a, d in durations.items() if free[a] and d < longest[a]
-        }
+        longer = {action: d for action, d in durations.items() if free[action] and d < longest[action]}
+        saved = {action: energy(action, d) - energy(action, d + 1) for action, d in longer.items()}
         if not saved or max(saved.values()) <= 0:
             return durations
         durations[max(saved, key=saved.get)] += 1
 
 
-def frontier(
-    schedule: Schedule, energy: Energy, shortest: Durations, longest: Durations
-) -> list[tuple[int, float]]:
+def frontier(schedule: Schedule, energy: Energy, shortest: Durations, longest: Durations) -> list[tuple]:
     """Perseus: [(makespan, least energy)], the slowest first. Needs scipy."""
-    require_positive_ints(shortest=list(shortest.values()), longest=list(longest.values()))
+    checks.require_positive_ints(shortest=list(shortest.values()), longest=list(longest.values()))
     durations, points = dict(longest), []
     while durations:
         makespan = slack(schedule, durations)[0]
@@ -91,18 +81,16 @@ def _one_unit_shorter(schedule, durations, energy, shortest, longest) -> dict[Ac
         if free[a] == free[b] == 0 and start[a] + durations[a] == start[b]:
             program.add({of("begins", b): 1, of("ends", a): -1}, -inf, 0)
     found = program.values(costs)
-    change = lambda action: (
-        round(found[of("more", action)] - found[of("less", action)]) if action in critical else 0
-    )
-    return found and {action: d + change(action) for action, d in durations.items()}
+    if found is None:
+        return None
+    change = {action: found[of("more", action)] - found[of("less", action)] for action in critical}
+    return {action: d + round(change.get(action, 0)) for action, d in durations.items()}
 
 
-def zeus(
-    costs: Mapping[int, Sequence[tuple[float, float]]], eta: float, most_power: float
-) -> tuple[int, int, float]:
+def zeus(costs: Mapping[int, Sequence[tuple]], eta: float, most_power: float) -> tuple[int, int, float]:
     """(batch, number of the power limit, cost): costs[batch][limit] = (joules, seconds) to the accuracy."""
-    require_fractions(eta=eta)
-    require_positive(most_power=most_power)
+    checks.require_fractions(eta=eta)
+    checks.require_positive(most_power=most_power)
     cost = lambda joules, seconds: eta * joules + (1 - eta) * most_power * seconds
     best = {batch: min((cost(*pair), i) for i, pair in enumerate(limits)) for batch, limits in costs.items()}
     batch = min(best, key=best.get)
@@ -111,7 +99,7 @@ def zeus(
 
 def tried(cost_of: Callable[[int], float], batches: Sequence[int], runs: int, seed: int) -> list[int]:
     """The batch size of each of `runs` runs: each once, then the least of means drawn from what was seen."""
-    require_nonempty(batches=batches)
+    checks.require_nonempty(batches=batches)
     draw, seen, chosen = Random(seed), {batch: [] for batch in batches}, []
 
     def sample(costs: list[float]) -> float:  # one run is 10 % off, their mean 10 % / sqrt(runs)

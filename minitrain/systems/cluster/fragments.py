@@ -69,7 +69,6 @@ def fill(tasks: Sequence[Shape], nodes: Sequence[Shape], choose: Callable) -> fl
 
 def fgd(mix: Mix) -> Callable:
     require_nonempty(mix=mix)
-
     value = cache(lambda free, cpus: fragment(free, cpus, mix))
     of = lambda free, cpus: value(tuple(sorted(free)), cpus)
 

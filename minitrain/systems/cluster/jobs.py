@@ -76,11 +76,7 @@ class Outcome:
 
 
 def simulate(
-    jobs: Sequence[Job],
-    nodes: Sequence[Node],
-    policy: Policy,
-    round_s: float | None = None,
-    until_s: float = inf,
+    jobs: Sequence[Job], nodes: Sequence[Node], policy: Policy, round_s=None, until_s=inf
 ) -> Outcome:
     """Until all jobs end, nobody works and nobody comes, or `until_s`. The jobs given stay as they are."""
     checks.require_nonempty(jobs=jobs, nodes=nodes)
@@ -129,10 +125,9 @@ def free_devices(shares, nodes: Sequence[Node]) -> list[float]:
     for share in shares:
         for node, count in share.devices:
             free[node] -= count * share.part
-    for node, left in enumerate(free):
-        if left < -1e-9:
-            has = nodes[node].devices
-            raise ValueError(f"node {node} has {has} devices, {has - left:g} are given away; give fewer")
+            if free[node] < -1e-9:
+                has, given = nodes[node].devices, nodes[node].devices - free[node]
+                raise ValueError(f"node {node} has {has} devices, {given:g} are given away; give fewer")
     return free
 
 

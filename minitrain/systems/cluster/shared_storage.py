@@ -15,26 +15,21 @@ from math import log
 
 import xxhash
 
-from minitrain.ranks.checks import (
-    require_nonempty,
-    require_nonnegative,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks import checks
 
 
 def straw2(item: str, weights: Mapping[str, float]) -> str:
     """The node of an object. ln(u)/weight is largest for a node in proportion to its weight."""
-    require_nonempty(weights=weights)
-    require_positive(weights=list(weights.values()))
+    checks.require_nonempty(weights=weights)
+    checks.require_positive(weights=list(weights.values()))
     u = lambda node: (xxhash.xxh64_intdigest(f"{item}/{node}".encode()) + 1) / 2**64
     return max(weights, key=lambda node: log(u(node)) / weights[node])
 
 
 def striped_s(chunks: int, targets: int, target_s: float, link_s: float) -> float:
     """To read a file, chunk by chunk: each target and the client's link do one chunk at a time."""
-    require_positive_ints(chunks=chunks, targets=targets)
-    require_positive(target_s=target_s, link_s=link_s)
+    checks.require_positive_ints(chunks=chunks, targets=targets)
+    checks.require_positive(target_s=target_s, link_s=link_s)
     free, arrived = [0.0] * targets, 0.0
     for i in range(chunks):
         free[i % targets] += target_s
@@ -44,8 +39,8 @@ def striped_s(chunks: int, targets: int, target_s: float, link_s: float) -> floa
 
 def written_s(size: float, sustained: float, peak: float, buffer: float) -> float:
     """Seconds for `size` bytes: the buffer fills at peak - sustained bytes/s."""
-    require_positive(sustained=sustained, faster=peak - sustained)
-    require_nonnegative(size=size, buffer=buffer)
+    checks.require_positive(sustained=sustained, faster=peak - sustained)
+    checks.require_nonnegative(size=size, buffer=buffer)
     at_peak = min(size / peak, buffer / (peak - sustained))
     return at_peak + (size - peak * at_peak) / sustained
 
@@ -60,9 +55,9 @@ def silod(
 ) -> tuple[list[float], list[float]]:
     """(cache, remote bytes/s) of each job (most, size). A byte of cache saves most/size of the remote rate,
     so it goes where that is largest; then each has the same part of the remote rate it still wants."""
-    require_nonempty(jobs=jobs)
-    require_positive(jobs=list(jobs), remote=remote)
-    require_nonnegative(cache=cache)
+    checks.require_nonempty(jobs=jobs)
+    checks.require_positive(jobs=list(jobs), remote=remote)
+    checks.require_nonnegative(cache=cache)
     cached = [0.0] * len(jobs)
     for j in sorted(range(len(jobs)), key=lambda j: -jobs[j][0] / jobs[j][1]):
         cached[j] = min(jobs[j][1], cache - sum(cached))

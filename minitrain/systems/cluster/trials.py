@@ -16,26 +16,17 @@ from torch import Tensor
 
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.simulate import Costs, Time, simulate
-from minitrain.ranks.checks import require_ints, require_nonempty, require_positive, require_positive_ints
+from minitrain.ranks import checks
 
 
-def trained(
-    width: int,
-    rates: Sequence[float],
-    x: Tensor,
-    y: Tensor,
-    base: int | None = None,
-    steps: int = 60,
-    seed: int = 0,
-) -> Tensor:
+def trained(width: int, rates: Sequence[float], x: Tensor, y: Tensor, base=None, steps: int = 60) -> Tensor:
     """Losses [steps, trials] of a trial for each rate: x [batches, B, in] to y [batches, B, out], two
     hidden layers of `width`, Adam. With `base`, muP from that width on; without, one rate for all weights."""
-    require_positive_ints(width=width, steps=steps, base=width if base is None else base)
-    require_nonempty(rates=rates)
-    require_positive(rates=list(rates))
-    require_ints(seed=seed)
+    checks.require_positive_ints(width=width, steps=steps, base=width if base is None else base)
+    checks.require_nonempty(rates=rates)
+    checks.require_positive(rates=list(rates))
     sizes, wider = [x.shape[-1], width, width, y.shape[-1]], width / (base or width)
-    generator, weights, moments = torch.Generator().manual_seed(seed), [], []
+    generator, weights, moments = torch.Generator().manual_seed(0), [], []
     for i, (a, b) in enumerate(zip(sizes, sizes[1:])):
         start = (
             torch.randn(a, b, generator=generator, dtype=x.dtype) * a**-0.5 / (wider**0.5 if i == 2 else 1)
@@ -62,7 +53,7 @@ def trained(
 
 def filled(schedule: Schedule, step: Time, costs: Costs = Costs()) -> list[list[Time]]:
     """On each rank, when steps of a trial begin that end before it is needed again, or all have ended."""
-    require_positive(step=step)
+    checks.require_positive(step=step)
     run, begins = simulate(schedule, costs), []
     for spans in run.spans:
         ends, starts = [0, *(span.end for span in spans)], [*(span.start for span in spans), run.makespan]
