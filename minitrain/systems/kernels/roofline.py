@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from minitrain.plan.simulate.machines import Device
-from minitrain.ranks.checks import require_nonnegative, require_positive
+from minitrain.ranks.checks import require_nonnegative, require_positive, require_text
 from minitrain.ranks.events import Compute, Event
 from minitrain.ranks.tables import aligned
 
@@ -40,6 +40,7 @@ def roof(flops: float, moved_bytes: float, device: Device, dtype: str = "bfloat1
     """One operator on one device. Raises ValueError for a dtype without a published rate."""
     require_nonnegative(flops=flops)
     require_positive(moved_bytes=moved_bytes)
+    require_text(dtype=dtype)
     return Roof(name, 1, flops, moved_bytes, device.peak(dtype), device.memory_bandwidth_bytes_per_s)
 
 

@@ -64,7 +64,7 @@ def orders(chain: Chain) -> list[str]:
 
 def volume(chain: Chain, order: str, counts: Mapping[str, int]) -> dict[str, int]:
     """Array -> blocks loaded and stored, for so many along each loop; a sum not yet complete comes back."""
-    require_positive_ints(1 << 20, **counts)
+    _check(order, counts)
     over, moved = finished(chain), {}
     for at, array, loops in outside(chain):
         running = [loop for loop in order if loop not in over[at] and counts[loop] > 1]
@@ -77,6 +77,7 @@ def volume(chain: Chain, order: str, counts: Mapping[str, int]) -> dict[str, int
 def blocks(chain: Chain, order: str, counts: Mapping[str, int]) -> Iterator[Touch]:
     """The blocks of slow memory as the loops run: an operator's once the sums before it are complete, and of
     the steps of a loop that it does not have, inside of its own, in the first."""
+    _check(order, counts)
     over, arrays = finished(chain), outside(chain)
     for at in product(*(range(counts[loop]) for loop in order)):
         place = dict(zip(order, at))
@@ -85,6 +86,12 @@ def blocks(chain: Chain, order: str, counts: Mapping[str, int]) -> Iterator[Touc
             first = all(place[loop] == 0 for loop in set(order[inner + 1 :]) - over[number])
             if first and all(place[loop] == counts[loop] - 1 for loop in over[number]):
                 yield Touch(array, tuple(place[loop] for loop in loops), 1, array == chain[-1].output[0])
+
+
+def _check(order: str, counts: Mapping[str, int]) -> None:
+    require_positive_ints(1 << 20, **counts)
+    if sorted(order) != sorted(counts):
+        raise ValueError(f"order={order!r}: name each of {', '.join(sorted(counts))} once")
 
 
 class Group(NamedTuple):

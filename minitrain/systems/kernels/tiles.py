@@ -4,7 +4,7 @@
     traffic(lines(points(64, "ijk"), 64, 8), 128 * 8)    element by element: 33,280 lines of 8
 
 For the first 9 blocks of C the row-major order touches 9 + 81 blocks of A and B, three rows of a group 27 +
-27: the program id alone decides (`grouped`, which triton_kernels compiles as it stands). Element by element
+27: the program id alone decides (`grouped`; triton_kernels has the same four lines). Element by element
 all orders of the three loops and all tilings have the same result, and a cache of 128 lines loads for 64^3
 
     ijk  64² / 8 + 64³ / 8 = 33,280        jki  2 · 64³ + 64² - 64² / 8 = 527,872        in tiles of 16  4,768
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_one_of, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_one_of, require_positive, require_positive_ints
 
 ORDERS = ("ijk", "ikj", "jik", "jki", "kij", "kji")
 
@@ -63,8 +63,10 @@ def traffic(touches: Iterable[Touch], cache: float) -> Moved:
     return Moved(loaded, stored + sum(size for size, changed in lines.values() if changed), hits)
 
 
-def grouped(program, rows, columns, group_rows):
+def grouped(program: int, rows: int, columns: int, group_rows: int) -> tuple[int, int]:
     """The block of C (row, column) of a program id: `group_rows` rows go through all columns together."""
+    require_positive_ints(rows=rows, columns=columns, group_rows=group_rows)
+    require_ints(0, rows * columns - 1, program=program)
     first = program // (group_rows * columns) * group_rows
     height = min(rows - first, group_rows)
     inside = program % (group_rows * columns)
