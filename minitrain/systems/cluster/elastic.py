@@ -43,7 +43,7 @@ def goodput(samples_per_s: Callable[[int, int], float], noise: float, batch_0: i
 def pollux(worth: Sequence[Sequence[float]], devices: int) -> tuple[list[int], float]:
     """(devices of each job, their sum of worth[job][n]), the largest there is: a knapsack, job by job."""
     require_nonempty(worth=worth)
-    require_positive_ints(devices=devices)
+    require_positive_ints(4096, devices=devices)
     best, choices = [0.0] * (devices + 1), []
     for job in worth:
         most = len(job) - 1

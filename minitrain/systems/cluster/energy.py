@@ -89,6 +89,7 @@ def _one_unit_shorter(schedule, durations, energy, shortest, longest) -> dict[Ac
 
 def zeus(costs: Mapping[int, Sequence[tuple]], eta: float, most_power: float) -> tuple[int, int, float]:
     """(batch, number of the power limit, cost): costs[batch][limit] = (joules, seconds) to the accuracy."""
+    checks.require_nonempty(costs=costs)
     checks.require_fractions(eta=eta)
     checks.require_positive(most_power=most_power)
     cost = lambda joules, seconds: eta * joules + (1 - eta) * most_power * seconds
@@ -100,6 +101,8 @@ def zeus(costs: Mapping[int, Sequence[tuple]], eta: float, most_power: float) ->
 def tried(cost_of: Callable[[int], float], batches: Sequence[int], runs: int, seed: int) -> list[int]:
     """The batch size of each of `runs` runs: each once, then the least of means drawn from what was seen."""
     checks.require_nonempty(batches=batches)
+    checks.require_positive_ints(10**5, runs=runs)
+    checks.require_ints(seed=seed)
     draw, seen, chosen = Random(seed), {batch: [] for batch in batches}, []
 
     def sample(costs: list[float]) -> float:  # one run is 10 % off, their mean 10 % / sqrt(runs)

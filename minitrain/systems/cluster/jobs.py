@@ -161,7 +161,7 @@ SORTS = {  # of jobs: devices, hours, load, and what they reach on slow devices
 def trace(jobs: int, seed: int, every_s: float = 1200.0) -> list[Job]:
     """Evaluations (70 %), fine-tuning (25 %) and pretraining (5 %), a job per `every_s` on average. What
     computes much gains most from fast devices."""
-    checks.require_positive_ints(jobs=jobs)
+    checks.require_positive_ints(10**5, jobs=jobs)
     checks.require_ints(seed=seed)
     checks.require_positive(every_s=every_s)
     draw, made, now = random.Random(seed), [], 0.0

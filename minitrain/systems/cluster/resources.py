@@ -21,7 +21,7 @@ from minitrain.systems.plan.rematerialize import IntegerProgram
 def synergy(throughput: Sequence[Callable[[int], float]], cpus: int) -> list[int]:
     """CPUs of each job, throughput[job](cpus) with less and less gain per CPU: then no split is better."""
     require_nonempty(throughput=throughput)
-    require_positive_ints(cpus=cpus, cpus_per_job=cpus // len(throughput))
+    require_positive_ints(10**4, cpus=cpus, cpus_per_job=cpus // len(throughput))
     equal = cpus // len(throughput)
     given = [min(c for c in range(equal + 1) if curve(c) >= curve(equal)) for curve in throughput]
     gain = lambda j: throughput[j](given[j] + 1) - throughput[j](given[j])
@@ -48,7 +48,7 @@ def hire(hops: Sequence[Mapping[Hashable, int]], slots: Mapping[Hashable, int]) 
 
 def dispatched_s(programs: int, enqueue_s: float, compute_s: float, asynchronous: bool = True) -> float:
     """Until the last program ends. Asynchronous: the controller enqueues the next while devices compute."""
-    require_positive_ints(programs=programs)
+    require_positive_ints(10**6, programs=programs)
     require_positive(enqueue_s=enqueue_s, compute_s=compute_s)
     enqueued = ended = 0.0
     for _ in range(programs):
@@ -75,7 +75,7 @@ def run_gangs(queues: Sequence[Sequence[Hashable]]) -> tuple[list, list]:
 def evaluated(tasks: int, load_s: float, run_s: float, metric_s: float, gpus: int, split: bool):
     """(GPU seconds, seconds until the last metric is there). `split`: the model is loaded once, into the
     memory of the servers, and metrics are computed on CPUs, of which there are enough."""
-    require_positive_ints(tasks=tasks, gpus=gpus)
+    require_positive_ints(10**4, tasks=tasks, gpus=gpus)
     require_positive(load_s=load_s, run_s=run_s, metric_s=metric_s)
     on_gpu = run_s if split else load_s + run_s + metric_s
     jobs = [Job(str(i), load_s if split else 0.0, 1, on_gpu) for i in range(tasks)]

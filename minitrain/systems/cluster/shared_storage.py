@@ -28,7 +28,7 @@ def straw2(item: str, weights: Mapping[str, float]) -> str:
 
 def striped_s(chunks: int, targets: int, target_s: float, link_s: float) -> float:
     """To read a file, chunk by chunk: each target and the client's link do one chunk at a time."""
-    checks.require_positive_ints(chunks=chunks, targets=targets)
+    checks.require_positive_ints(10**6, chunks=chunks, targets=targets)
     checks.require_positive(target_s=target_s, link_s=link_s)
     free, arrived = [0.0] * targets, 0.0
     for i in range(chunks):
@@ -47,6 +47,8 @@ def written_s(size: float, sustained: float, peak: float, buffer: float) -> floa
 
 def throughput(most: float, remote: float, cached: float, size: float) -> float:
     """SiloD's, bytes/s: `most` is what the job computes at most, `remote` its share of the storage."""
+    checks.require_positive(most=most, remote=remote, size=size)
+    checks.require_nonnegative(cached=cached)
     return most if cached >= size else min(most, remote / (1 - cached / size))
 
 

@@ -55,6 +55,7 @@ def filled(schedule: Schedule, step: Time, costs: Costs = Costs()) -> list[list[
     """On each rank, when steps of a trial begin that end before it is needed again, or all have ended."""
     checks.require_positive(step=step)
     run, begins = simulate(schedule, costs), []
+    checks.require_ints(0, 10**6, steps=int(run.makespan / step))
     for spans in run.spans:
         ends, starts = [0, *(span.end for span in spans)], [*(span.start for span in spans), run.makespan]
         gaps = zip(ends, starts)
