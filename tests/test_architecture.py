@@ -43,13 +43,15 @@ BUDGETS = {  # lines of Python, and of wrong solutions, as `wc -l` counts them: 
     "minitrain/systems": (["minitrain/systems"], [], 23_966, 25_000),
     "minitrain/course": (["minitrain/course"], [], 8_000, 8_000),
     "exercises/wrong": (["exercises/wrong"], [], 9_308, 12_000),  # 400 a chapter
-    "tests": (["tests"], [], 69_353, 70_000),
+    "tests": (["tests"], [], 69_355, 70_000),
 }
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
 NO_TORCH = (
     "ranks.checks", "ranks.tables", "plan", "systems.plan", "systems.simulate",
     "systems.annotate.annotators", "systems.communication.algorithms",
-    "systems.communication.chunk_schedule", "systems.communication.cost_model", "systems.network", "course.plot.charts",
+    "systems.communication.chunk_schedule", "systems.communication.cost_model", "systems.network",
+    "systems.kernels.tiles", "systems.kernels.roofline", "systems.kernels.roller", "systems.kernels.multistage",
+    "systems.kernels.tile_chains", "course.plot.charts",
     "course.plot.pipeline_charts", "course.plot.plan_widget", "course.plot.style", "model.config",
     "model.training.flags", "course.atlas", "course.notebook", "pipeline.schedules", "pipeline.schedule",
     "pipeline.simulate", "pipeline.lower",
