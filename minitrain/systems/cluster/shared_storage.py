@@ -47,8 +47,8 @@ def written_s(size: float, sustained: float, peak: float, buffer: float) -> floa
 
 def throughput(most: float, remote: float, cached: float, size: float) -> float:
     """SiloD's, bytes/s: `most` is what the job computes at most, `remote` its share of the storage."""
-    checks.require_positive(most=most, remote=remote, size=size)
-    checks.require_nonnegative(cached=cached)
+    checks.require_positive(most=most, size=size)
+    checks.require_nonnegative(remote=remote, cached=cached)
     return most if cached >= size else min(most, remote / (1 - cached / size))
 
 
