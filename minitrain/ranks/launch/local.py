@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -256,7 +257,8 @@ class Launch:  # the ranks of one `run`
 
 class Clock:
     """Of what has no end in sight: still for so long, or so long at work. A machine that is busy with other
-    things only makes ranks slow. Where Linux does not say what a process has used, all of the time counts."""
+    things only makes ranks slow, even if they get no processor at all: who is ready to run is not still.
+    Where Linux does not say what a process has used, all of the time counts."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.since, self.used, self.first = seconds, time.monotonic(), {}, {}
@@ -265,11 +267,20 @@ class Clock:
         now, used = time.monotonic(), {pid: processor_s(pid) for pid in pids}
         self.first = {pid: self.first.get(pid, spent) for pid, spent in used.items()}
         some = (now - self.since) / 50  # threads that wait take less
-        if any(spent - self.used.get(pid, spent) > some for pid, spent in used.items()):
+        at_work = any(spent - self.used.get(pid, spent) > some for pid, spent in used.items())
+        if at_work or (now - self.since > self.seconds and any(map(ready, used))):
             self.since, self.used = now, used
         self.used = used | self.used
         longest = max(spent - self.first[pid] for pid, spent in used.items())
         return max(now - self.since, longest) > self.seconds
+
+
+def ready(pid: int) -> bool:
+    """Whether a thread of a process, other than who asks, runs or waits for a processor."""
+    with suppress(OSError):
+        threads = {*os.listdir(f"/proc/{pid}/task")} - {str(threading.get_native_id())}
+        return any(status(f"{pid}/task/{thread}")[:1] == ["R"] for thread in threads)
+    return False
 
 
 def processor_s(pid: int) -> float:

@@ -216,8 +216,8 @@ def queued_s(pid: int | str) -> float:
     return 0.0
 
 
-def status(pid: int) -> list[str]:
-    """What Linux says of a process from its state on: "T" is stopped. Empty: it is gone."""
+def status(pid: int | str) -> list[str]:
+    """What Linux says of a process, or "pid/task/thread", from its state on: "T" is stopped. Empty: gone."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []

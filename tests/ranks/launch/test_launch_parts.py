@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -344,16 +345,18 @@ def test_stacks_of_a_hang_that_are_equal_are_told_once():
 
 
 @pytest.mark.parametrize(
-    "used, at",  # seconds of processor time after each second; when 5 s are up
+    "used, ready, at",  # seconds of processor time after each second; when 5 s are up
     [
-        ([0, 0, 0, 0, 0, 0, 0], 5),  # still
-        ([1, 2, 3, 4, 5, 6, 7], 6),  # at work for more than 5 s
-        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], None),  # slow
-        ([0.5, 0.51, 0.52, 0.53, 0.54, 0.55, 0.56], 7),  # still since the first second, but for its threads
+        ([0, 0, 0, 0, 0, 0, 0], False, 5),  # still
+        ([0, 0, 0, 0, 0, 0, 0], True, None),  # others have all processors
+        ([1, 2, 3, 4, 5, 6, 7], True, 6),  # at work for more than 5 s
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], False, None),  # slow
+        ([0.5, 0.51, 0.52, 0.53, 0.54, 0.55, 0.56], False, 7),  # still since then, but for its threads
     ],
 )
-def test_time_is_up_for_what_stands_still_or_computes_for_long(used, at, monkeypatch):
+def test_time_is_up_for_what_stands_still_or_computes_for_long(used, ready, at, monkeypatch):
     now = [100.0]
+    monkeypatch.setattr(local, "ready", lambda pid: ready and pid == 2)
     monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(local, "processor_s", lambda pid: spent[pid])
     spent = {1: 3.0, 2: 0.0}
@@ -363,3 +366,14 @@ def test_time_is_up_for_what_stands_still_or_computes_for_long(used, at, monkeyp
         now[0], spent[1] = 100.0 + second + 0.01, 3 + more
         found = found or (second if clock.ended(spent) else None)
     assert found == at
+
+
+def test_who_computes_is_ready_to_run_and_who_is_stopped_is_not():
+    code = "print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        at_work = local.ready(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert (at_work, local.ready(process.pid), local.ready(0)) == (True, False, False)
+        process.kill()
