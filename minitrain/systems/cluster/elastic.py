@@ -30,6 +30,9 @@ def noise_scale(small: int, big: int, square_small: float, square_big: float) ->
     """From the mean squares of gradients of batches of two sizes: E|g_B|^2 = |G|^2 + tr(Sigma)/B."""
     require_positive_ints(small=small, more=big - small)
     require_positive(square_small=square_small, square_big=square_big)
+    if not square_big <= square_small < big / small * square_big:
+        found = f"mean squares of {square_small:g} at {small} and {square_big:g} at {big}"
+        raise ValueError(f"{found}: of enough steps the second is less, by {big / small:g} times at most")
     signal = (big * square_big - small * square_small) / (big - small)
     return (square_small - square_big) / (1 / small - 1 / big) / signal
 
@@ -69,7 +72,7 @@ def sia(
     for kind, room in capacity.items():
         if used := {name: name[2] for name in costs if name[1] == kind}:
             program.add(used, -inf, room)
-    return {j: (kind, count) for j, kind, count in program.solve(costs)}
+    return {j: (kind, count) for j, kind, count in sorted(program.solve(costs))}
 
 
 def elastic(speed: Callable[[Job, str, int], float] = Job.rate) -> Policy:

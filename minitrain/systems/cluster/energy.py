@@ -101,6 +101,7 @@ def zeus(costs: Mapping[int, Sequence[tuple]], eta: float, most_power: float) ->
 def tried(cost_of: Callable[[int], float], batches: Sequence[int], runs: int, seed: int) -> list[int]:
     """The batch size of each of `runs` runs: each once, then the least of means drawn from what was seen."""
     checks.require_nonempty(batches=batches)
+    checks.require_positive(batches=list(batches))
     checks.require_positive_ints(10**5, runs=runs)
     checks.require_ints(seed=seed)
     draw, seen, chosen = Random(seed), {batch: [] for batch in batches}, []

@@ -34,6 +34,8 @@ def max_min(speeds: Sequence[Sequence[float]], devices: Sequence[int], capacity:
     kinds with capacity[kind] devices. Needs scipy."""
     require_nonempty(speeds=speeds, devices=devices, capacity=capacity)
     require_positive(speeds=speeds, devices=devices, capacity=capacity)
+    if len(devices) != len(speeds):
+        raise ValueError(f"{len(speeds)} jobs have speeds, {len(devices)} have devices; give both for each")
     equal, program = equal_shares(speeds, devices, capacity), IntegerProgram()
     jobs, kinds, x = range(len(speeds)), range(len(capacity)), lambda j, k: ("free", j, k)
     most = max(max(row) / own for row, own in zip(speeds, equal))  # the worst is a part of this

@@ -16,7 +16,7 @@ from functools import cache
 from random import Random
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_nonempty
+from minitrain.ranks.checks import require_ints, require_nonempty
 
 EPSILON = 1e-9
 
@@ -88,5 +88,6 @@ def best_fit(options: list[Place], free, cpus, task) -> Place:
 
 
 def at_random(seed: int) -> Callable:
+    require_ints(seed=seed)
     draw = Random(seed)
     return lambda options, free, cpus, task: draw.choice(options)
