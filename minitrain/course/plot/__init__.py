@@ -21,6 +21,7 @@ First  charts              what each rank does when, what fills its memory when,
        checkpoints         what an interval wastes, a save beside training, who keeps whose state
        fault_charts        where detectors listen, who is slow, what a death finds
        network_charts      who meets on a cable, an all-reduce on many networks, queues, jobs that slide
+       cluster_charts      who has which devices when
        communication_charts   one step sent in other orders; loss against bytes
 beside style               one palette named by meaning, one style
        controls            sliders and menus above a picture that follows them
