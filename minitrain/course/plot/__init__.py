@@ -22,6 +22,7 @@ First  charts              what each rank does when, what fills its memory when,
        fault_charts        where detectors listen, who is slow, what a death finds
        network_charts      who meets on a cable, an all-reduce on many networks, queues, jobs that slide
        cluster_charts      who has which devices when
+       kernel_charts       blocks that programs touch, loads beside products, seconds by size of tile
        communication_charts   one step sent in other orders; loss against bytes
 beside style               one palette named by meaning, one style
        controls            sliders and menus above a picture that follows them

@@ -41,6 +41,7 @@ A100 = Core(312e12 / 108, 2039e9 / 108, 160 * 1024, 16, 108)
 
 def tile_seconds(sizes: tuple[int, int, int], tile: tuple[int, int, int], core: Core) -> float:
     """Of the product m, n, k in such tiles; infinite where two pairs of A and B tiles and C's do not fit."""
+    require_positive_ints(1 << 20, sizes=sizes, tile=tile)
     tiles, columns, steps = (-(-size // part) for size, part in zip(sizes, tile))
     rounds = -(-tiles * columns // core.cores)
     m, n, k = (-(-part // core.unit) * core.unit for part in tile)

@@ -15,6 +15,7 @@ from minitrain.course.plot import (
     cuts,
     data_parallel,
     grids,
+    kernel_charts,
     pipeline_charts,
     recompute_charts,
     schematics,
@@ -33,6 +34,8 @@ from minitrain.plan.simulate.machines import machine
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.systems.communication.algorithms import double_binary_tree, inner
 from minitrain.systems.context.balanced import balanced, unbalanced
+from minitrain.systems.kernels.multistage import pipelined
+from minitrain.systems.kernels.tiles import matmul_tiles
 from minitrain.systems.memory.chain_plan import every
 from minitrain.systems.plan import stage_memory
 from minitrain.systems.plan.rematerialize import revolve
@@ -104,6 +107,11 @@ PICTURES = {
         {"a": [[True, False], [True, True]]}, [0, 1], title="x"
     ),
     "roofline": lambda: attention.roofline({"a": 32.0, "b": 1000.0}, 990e12, 3.35e12, title="x"),
+    "touched": lambda: kernel_charts.touched({"all of them": list(matmul_tiles(3, 3, 3))[:7]}, 3, title="x"),
+    "loads": lambda: kernel_charts.loads_and_products({"1": pipelined([2, 9], 4, 2)}, title="x"),
+    "tile times": lambda: kernel_charts.tile_times(
+        [16, 32], [[1.0, 2.0], [1.5, float("inf")]], (16, 16), title="x"
+    ),
     "who keeps": lambda: data_parallel.who_keeps(STAGES, title="Who keeps what"),
     "summing": lambda: data_parallel.summing(title="Three ways to sum"),
     "replayed": lambda: data_parallel.replayed({"after": step(False), "during": step(True)}, title="Two"),
@@ -166,6 +174,16 @@ def axes(name):
 
 
 # ---- and it is what was given ----------------------------------------------------------------------------
+
+
+def test_a_product_waits_for_its_load_and_blocks_that_were_touched_are_counted():
+    bars = [(bar.get_y() > 0, bar.get_x(), bar.get_width()) for bar in axes("loads")[0].patches]
+    assert bars == [(False, 0, 2), (True, 2, 4), (False, 2, 9), (True, 11, 4)]
+    assert [ax.get_title(loc="left") for ax in axes("touched")] == [
+        "A: 3 blocks",
+        "B: 3 blocks",
+        "C: 1 blocks",
+    ]
 
 
 def test_one_tile_of_scores_exists_at_a_time_and_tiles_are_numbered_and_masked_at_the_diagonal():
