@@ -67,6 +67,7 @@ ON_THE_HOST = {  # where, and why
     "systems/checkpoint/in_memory.py:_meet": "what a file has",
     "systems/checkpoint/in_memory.py:_rebuild": "what a file has",
     "systems/checkpoint/increments.py:put_rows": "what a file has",
+    "systems/cluster/trials.py:trained": "drawn on the host, where all of it runs",
     "systems/data_parallel/loss_by_bytes.py:learn": "drawn on the host, where all of it runs",
     "systems/data_parallel/loss_by_bytes.py:network": "drawn on the host, where all of it runs",
     "systems/data_parallel/negotiated.py:_ask": "bits, for the network of the host",
