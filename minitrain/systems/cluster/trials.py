@@ -28,9 +28,8 @@ def trained(width: int, rates: Sequence[float], x: Tensor, y: Tensor, base=None,
     sizes, wider = [x.shape[-1], width, width, y.shape[-1]], width / (base or width)
     generator, weights, moments = torch.Generator().manual_seed(0), [], []
     for i, (a, b) in enumerate(zip(sizes, sizes[1:])):
-        start = (
-            torch.randn(a, b, generator=generator, dtype=x.dtype) * a**-0.5 / (wider**0.5 if i == 2 else 1)
-        )
+        start = torch.randn(a, b, generator=generator, dtype=x.dtype) * a**-0.5
+        start /= wider**0.5 if i == 2 else 1
         weights.append(start.expand(len(rates), a, b).clone().requires_grad_())
         moments.append((torch.zeros_like(weights[-1]), torch.zeros_like(weights[-1])))
     rate, losses = torch.tensor(rates, dtype=x.dtype)[:, None, None], []

@@ -165,9 +165,7 @@ class Flow:
         self.gbps, self.back_ps = ports[0].gbps, sum(port.delay_ps for port in ports)
         self.base_rtt = 2 * self.back_ps + sum(mtu * port.byte_ps for port in ports)
         self.left, self.seq, self.out, self.again = size, 0, 0, deque()  # to be sent, of that under way, lost
-        self.next = self.alarm = (
-            0  # when the next packet may leave; the last pump that was put off until then
-        )
+        self.next = self.alarm = 0  # when the next packet may leave; until when the last pump was put off
         self.arrived, self.acked, self.end_ps = 0, 0, None
         self.expected, self.early, self.most_early, self.out_of_order = 0, set(), 0, 0
         self.law.begin(self)
