@@ -8,13 +8,15 @@ import random
 import signal
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.systems.faults import detect
+from minitrain.ranks.process import PROCESS
+from minitrain.systems.faults import chaos, detect
 from minitrain.systems.faults.chaos import Chaos, Plan
 from minitrain.systems.faults.corruption import ProductCheck, odd_replicas, replayed
 from tests.systems.faults.test_chaos import PROBLEM, WEIGHT, make, rows_of_problem, train_step
@@ -101,19 +103,53 @@ def test_silent_corruption():
 # ---- time ------------------------------------------------------------------------------------------------
 
 
+class Seconds:
+    """A rank's clock, on which sleeping, waiting and standing in the run queue take what they are said to take."""
+
+    def __init__(self):
+        self.now = self.queue = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def queued_s(self, pid) -> float:
+        return self.queue
+
+    def stand(self, seconds: float) -> None:
+        self.now, self.queue = self.now + seconds, self.queue + seconds
+
+
 def slow_ranks(plan: str, windows: int) -> tuple:
-    run, world, own = make(), collectives.world(), []
-    with detect.LocalTime() as clock, Chaos(Plan.parse(plan), run, world.rank()):
+    run, world, own, clock = make(), collectives.world(), [], Seconds()
+    dice, begin = random.Random(world.rank()), PROCESS.begin
+
+    def waits(ch, what, start):
+        settle = begin(ch, what, start)
+        return lambda: (clock.sleep(dice.random()), settle())[1]
+
+    with (
+        mock.patch.multiple(detect, time=clock, queued_s=clock.queued_s),
+        mock.patch.object(chaos, "time", clock),
+        mock.patch.object(PROCESS, "begin", waits),
+        detect.LocalTime() as local,
+        Chaos(Plan.parse(plan), run, world.rank()),
+    ):
         for step in range(8 * windows):
-            batch = run.batch(rows_of_problem(PROBLEM, step), step)
-            clock.lap()
-            run.step(batch)
-            own.append(clock.lap())
+            clock.stand(dice.random())
+            clock.sleep(0.02 + 0.3 * (step % 8 < 2 * world.rank()))
+            run.step(run.batch(rows_of_problem(PROBLEM, step), step))
+            own.append(local.lap())
     return detect.heat_map(own, world).reshape(windows, 8, RANKS)
 
 
 def test_stragglers():
-    """Windows of 8 steps in turn without and with a slow rank; each row of the heat map is one column too hot."""
+    """Windows of 8 steps in turn without and with a slow rank; each row of the heat map is one column too hot.
+
+    Who waits, or stands in the run queue, is late and not slow; nor who is late in half of its steps.
+    """
     slow = [draw(seed)[0] for seed in range(5)]
     points = ("forward", "backward", "gradients", "all_reduce#0", "update")
     plan = "; ".join(f"slow {r} @{8 + 16 * i}-{15 + 16 * i} {points[i]} 0.2" for i, r in enumerate(slow))
