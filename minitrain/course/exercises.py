@@ -191,8 +191,9 @@ def failure_in(
 # ---- proofs ----------------------------------------------------------------------------------------------
 
 
-def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
-    """What is wrong with a chapter's grading: stubs, solutions and the committed wrong solutions.
+def prove(of: book.Chapter, judge: Judge, seed: str = "0", once: bool = False) -> list[str]:
+    """What is wrong with a chapter's grading: stubs, solutions and the committed wrong solutions; `once`: of
+    those that break the same property of a task the first.
 
     All that the checks draw follows from `seed`, so a proof ends the same way each time it runs.
     """
@@ -206,7 +207,9 @@ def prove(of: book.Chapter, judge: Judge, seed: str = "0") -> list[str]:
     faults += [f"the solution fails {one.check}: {one.message} {one.detail}" for one in failed]
     counts, told = Counter(cell.name for cell in of.wrong), "{} has {} wrong solutions; write three to twelve"
     faults += [told.format(name, counts[name]) for name in solutions if not 3 <= counts[name] <= 12]
-    return [f"{of.number}: {fault}" for fault in faults] + wrong_ones(of, of.wrong, judge, seed)
+    first = {(cell.name, cell.attributes["fails"]): cell for cell in reversed(of.wrong)}
+    wrong = [*first.values()] if once else of.wrong
+    return [f"{of.number}: {fault}" for fault in faults] + wrong_ones(of, wrong, judge, seed)
 
 
 def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str = "0") -> list[str]:
@@ -240,12 +243,15 @@ def with_bodies(source: str, body: str) -> str:
     return "\n".join(made)
 
 
-def attack(of: book.Chapter, judge: Judge, seed: str = "0") -> tuple[int, list[str]]:
-    """How many answers were tried that know nothing of their task, and which of them earned something."""
+def attack(of: book.Chapter, judge: Judge, seed: str = "0", every: int = 1) -> tuple[int, list[str]]:
+    """How many answers were tried that know nothing of their task, and which of them earned something. Of the
+    attempts that there are each task has one in `every`, the next task the next ones."""
     tried, faults = 0, []
     known = book.defined_by(*of.sources(*book.LOCKED))
     modules = [module.name for module in pkgutil.walk_packages(minitrain.__path__, "minitrain.")]
-    for task, attempt in itertools.product(of.tasks, book.read_cells(EXERCISES / "wrong" / "any_task.txt")):
+    attempts = book.read_cells(EXERCISES / "wrong" / "any_task.txt")
+    pairs = itertools.product(enumerate(of.tasks), enumerate(attempts))
+    for task, attempt in ((task, one) for (i, task), (j, one) in pairs if (i + j) % every == 0):
         facts = dict(ASKED=task.names, OTHERS=known - {*task.names}, PACKAGE=str(PACKAGE), MODULES=modules)
         told = [f"{name} = {value!r}" for name, value in facts.items()]
         bodies = with_bodies(task.answer.source, attempt.attributes["body"])
