@@ -30,7 +30,7 @@ NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 1, 3, 7, 2, 4)))
 LONGER = {}
 # Chapters whose core path still reads a name that only an optional section binds: this only gets shorter.
 BORROWS = "".split()
-NO_EXERCISE = "27 28".split()  # chapters whose exercise is to come: this only gets shorter
+NO_EXERCISE = "28".split()  # chapters whose exercise is to come: this only gets shorter
 PER_UNIT = re.compile(
     r"\b(bytes?|bits?|numbers?|FLOPs?|messages?|tokens?|stages?|elements?|microbatch(?:es)?|[GMK]B)"
     r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row"
