@@ -30,7 +30,6 @@ NOT_ASKED |= dict(zip(("13", "14", "16", "17", "18", "19"), (2, 1, 3, 7, 2, 4)))
 LONGER = {}
 # Chapters whose core path still reads a name that only an optional section binds: this only gets shorter.
 BORROWS = "".split()
-NO_EXERCISE = "28".split()  # chapters whose exercise is to come: this only gets shorter
 PER_UNIT = re.compile(
     r"\b(bytes?|bits?|numbers?|FLOPs?|messages?|tokens?|stages?|elements?|microbatch(?:es)?|[GMK]B)"
     r" an? (parameter|rank|token|step|layer|element|number|value|microbatch|stage|expert|device|node|weight|row"
@@ -260,7 +259,7 @@ def copied(solution: list[str], shown: list[str]) -> float:
     return sum(block.size for block in blocks if block.size >= 6) / len(solution)
 
 
-@pytest.mark.parametrize("number", sorted(CHAPTERS.keys() - APPENDICES - set(NO_EXERCISE)))
+@pytest.mark.parametrize("number", sorted(CHAPTERS.keys() - APPENDICES))
 def test_no_solution_stands_in_its_chapter(number):
     cells_of = [sources_shown(one) for one in CHAPTERS if one.startswith(number)]
     shown = [(function.name, tokens(function)) for one in cells_of for function in functions(one)]
