@@ -28,7 +28,7 @@ course: install
 test: export PYTHONDONTWRITEBYTECODE =   # hundreds of processes import minitrain: compiled once
 test: install
 	@$(BIN)/python -m pytest -p tests.light --atlas --durations=40 -n $(JOBS) --dist loadscope --no-loadscope-reorder \
-		--nbval --nbval-current-env --nbval-cell-timeout=3600 --nbval-sanitize-with=notebooks/nbval.cfg tests notebooks
+		--nbval --nbval-current-env --nbval-cell-timeout=3600 --nbval-sanitize-with=notebooks/nbval.cfg $(ARGS) tests notebooks
 
 lint: install
 	@$(BIN)/ruff check .

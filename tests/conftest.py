@@ -4,6 +4,9 @@ Tests run side by side, and ranks beside them: threads of a caller's small sums 
 (a check took 13 times as long), so torch gets one in every process, the notebooks' kernels too. Hypothesis
 draws the same examples in every run and never looks at the clock: a test that fails does so again.
 
+Tests marked `slow` are the largest cases of what others show at a smaller size, 10 processor seconds and more:
+with --runslow they run, too (`make test ARGS=--runslow`).
+
 Tests marked `cuda` are those of a GPU, `pytest -m cuda`, and each runs in one process or on ranks that put
 tensors on `launch.device()`. No other run sees a GPU: its bytes and bits are the CPU's, on every machine. With
 --rehearse they run on the CPU, but for those that are about a GPU alone, `cuda(alone=True)`.
@@ -29,6 +32,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--atlas", action="store_true", help="fail unless the test of every row of the atlas proves it"
     )
+    parser.addoption("--runslow", action="store_true", help="those marked slow, too")
     parser.addoption("--rehearse", action="store_true", help="tests of a GPU, on the CPU")
 
 
@@ -40,6 +44,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--runslow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     for item in items:
         mark = item.get_closest_marker("cuda")
         rehearsed = config.getoption("--rehearse") and mark and not mark.kwargs.get("alone")

@@ -12,7 +12,6 @@ to 10 % shorter; it needs the first. Linux only; turns of such a length since 6.
 """
 
 import ctypes
-import glob
 import os
 import platform
 import struct
@@ -26,10 +25,13 @@ SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}.get(platform.machine()) if sys.p
 SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
+_seen: set[int] = set()  # threads that `calm` need not look at again
+
+
 def calm() -> None:  # asks for both, for the threads there are by now; the rank is the main one
     if SCHED_SETATTR is not None:
         schedule(os.getpid(), os.SCHED_BATCH, SLICE_NS)
-        for thread in event_loops():
+        for thread in event_loops(_seen):
             schedule(thread, os.SCHED_BATCH)
 
 
@@ -41,11 +43,20 @@ def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
         ctypes.CDLL(None).syscall(SCHED_SETATTR, thread, attr, 0)
 
 
-def event_loops() -> list[int]:
-    """Threads of this process that are gloo's event loops, one a group; none where there is no /proc."""
-    loops = []
-    for path in glob.glob("/proc/self/task/*/comm"):
-        with suppress(OSError), open(path) as file:  # the thread may have ended
-            if file.read().startswith("gloo_tcp_loop"):
-                loops.append(int(path.split("/")[-2]))
+def event_loops(seen: set[int]) -> list[int]:
+    """Threads of this process that are gloo's event loops, one a group, and not in `seen`. To that go all that
+    have named themselves: a thread begins with its maker's name. None where there is no /proc."""
+    loops, makers = [], ("", name_of(os.getpid()))
+    with suppress(FileNotFoundError):
+        for thread in {*map(int, os.listdir("/proc/self/task"))} - seen:
+            if (name := name_of(thread)) not in makers:
+                seen.add(thread)
+            if name == "gloo_tcp_loop":
+                loops.append(thread)
     return loops
+
+
+def name_of(thread: int) -> str:
+    with suppress(OSError), open(f"/proc/self/task/{thread}/comm") as file:  # it may have ended
+        return file.read().strip()
+    return ""

@@ -19,14 +19,14 @@ def policies():
     known: set[int] = set()
 
     def now():
-        loops = [loop for loop in shared_cores.event_loops() if loop not in known]
+        loops = shared_cores.event_loops({*known})
         return os.sched_getscheduler(0), [os.sched_getscheduler(loop) for loop in loops]
 
     found = [now()]
     collectives.all_reduce(torch.ones(2), dist.group.WORLD)
     found.append(now())
     shared_cores.schedule(os.getpid(), os.SCHED_OTHER)
-    known.update(shared_cores.event_loops())
+    known.update(shared_cores.event_loops(set()))
     group = dist.new_group()
     found.append(now())
     known.clear()
