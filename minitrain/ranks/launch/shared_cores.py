@@ -44,8 +44,8 @@ def schedule(thread: int, policy: int, slice_ns: int = 0) -> None:
 
 
 def event_loops(seen: set[int]) -> list[int]:
-    """Threads of this process that are gloo's event loops, one a group, and not in `seen`. To that go all that
-    have named themselves: a thread begins with its maker's name. None where there is no /proc."""
+    """Threads of this process that are gloo's event loops, one a group, and not in `seen`. To that go all
+    that have named themselves: a thread begins with its maker's name. None where there is no /proc."""
     loops, makers = [], ("", name_of(os.getpid()))
     with suppress(FileNotFoundError):
         for thread in {*map(int, os.listdir("/proc/self/task"))} - seen:
