@@ -56,8 +56,8 @@ def lift(targets: Sequence[str], with_checks: bool = False) -> str:
     read = [source_of(module).text.count(b"\n") for module in modules if module != PLAIN]
     command = f"minitrain lift {' '.join(targets)}{' --with-checks' * with_checks}"
     said = (
-        f"Lifted from minitrain {version('minitrain')}{commit()} by `{command}`, out of {len(read)} modules "
-        f"with {sum(read):,} lines. Needs {needs or 'Python alone'}."
+        f"Lifted from minitrain {version('minitrain')}{commit(ROOT)} by `{command}`, out of {len(read)} "
+        f"modules with {sum(read):,} lines. Needs {needs or 'Python alone'}."
         f"{' Collectives are those of torch.' * (PLAIN in modules)} Left out: what tells the ledger, "
         f"{'' if with_checks else 'checks of arguments, '}what nothing here calls. Licence: Apache 2.0."
     )
@@ -157,6 +157,7 @@ class Source:
                     yield from self.walk(one, dropped, there)
 
 
+@cache
 def file_of(module: str) -> Path | None:
     path = ROOT.joinpath(*module.split(".")[1:])
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.exists()), None)
@@ -199,18 +200,19 @@ def bound_in(node: ast.AST) -> set[str]:
 
 def in_order(modules: Iterable[str]) -> list[str]:
     """Each after those that it imports, the collectives first."""
-    wanted, order = set(modules), []
+    wanted, seen, order = set(modules), set(), []
 
-    def visit(module: str, above: tuple = ()) -> None:
-        if module not in above:
+    def visit(module: str) -> None:
+        if module not in seen:
+            seen.add(module)
             for where in source_of(module).ours.values():
                 found = target(*where)
-                visit(found if isinstance(found, str) else found[0], (*above, module))
+                visit(found if isinstance(found, str) else found[0])
             order.append(module)
 
     for module in sorted(wanted, key=lambda one: (one != PLAIN, one)):
         visit(module)
-    return [module for module in dict.fromkeys(order) if module in wanted]
+    return [module for module in order if module in wanted]
 
 
 @cache
@@ -559,10 +561,11 @@ def imported(theirs: dict[str, Theirs]) -> tuple[str, str]:
     return "\n".join(texts), ", ".join(named).replace("torch", "torch 2.11 or newer", 1)
 
 
-def commit() -> str:
+@cache
+def commit(root: Path) -> str:
     """Of a clone of minitrain; an installed one may lie in somebody else's."""
     words = "ls-files __init__.py", "describe --always --dirty --exclude=*"
-    git = lambda one: subprocess.run(["git", "-C", ROOT, *one.split()], capture_output=True, text=True).stdout
+    git = lambda one: subprocess.run(["git", "-C", root, *one.split()], capture_output=True, text=True).stdout
     try:
         in_git, named = map(git, words)
     except OSError:  # no git

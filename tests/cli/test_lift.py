@@ -84,10 +84,10 @@ def test_a_lifted_file_is_short_and_equals_one_process_where_there_is_no_minitra
 def test_the_head_names_a_commit_of_minitrain_and_of_nobody_else(tmp_path, monkeypatch):
     run = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     head = subprocess.run(run, capture_output=True, text=True).stdout.strip()
-    assert f"(commit {head}" in lifting.commit() if head else not lifting.commit()
+    assert f"(commit {head}" in lifting.commit(lifting.ROOT) if head else not lifting.commit(lifting.ROOT)
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     monkeypatch.setattr(lifting, "ROOT", tmp_path)
-    assert lifting.commit() == ""
+    assert lifting.commit(lifting.ROOT) == ""
 
 
 def test_errors_of_the_world_stay():
@@ -104,6 +104,7 @@ def test_ruff_finds_nothing_in_lifted_files(rule, alone, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_with_checks_the_errors_stay(tmp_path):
     write(tmp_path, with_checks=True)
     for name in ("GradReducer", "linear", "ulysses", "Runner"):

@@ -11,6 +11,7 @@ from collections import Counter
 from functools import partial
 from itertools import count
 
+import pytest
 import torch
 
 from minitrain import collectives, launch
@@ -227,6 +228,7 @@ def test_experts_are_spread():
     check(2, of(MIXED, *(dict(dp=2, ep=2) | one for one in ways)))
 
 
+@pytest.mark.slow
 def test_on_four_ranks():
     pairs = [dict(dp=2, pp=2, microbatches=4, schedule=name) for name in ("dualpipe", "dualpipe_v")]
     ep = [pairs[1] | dict(ep=2), dict(dp=4, ep=4, ep_node=2), dict(dp=2, tp=2, ep=2, zero=3)]

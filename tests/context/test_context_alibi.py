@@ -29,7 +29,7 @@ def over_ranks(core, group, layout, mask=0.0, slopes=SLOPES):
     return over(biased, group, layout, HEADS)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_core_biases_as_one_process_does(ranks):
     """Output and all gradients, grouped heads, with and without dropout; the reference adds a matrix."""
     expected = [(mask, in_one_process(bias=BY_HAND, mask=mask)) for mask in (0.0, MASK)]

@@ -31,7 +31,7 @@ NUMBERS = torch.tensor([[n for n, length in enumerate(row) for _ in range(length
 APART = torch.where(NUMBERS[:, None, :, None] == NUMBERS[:, None, None, :], 0.0, -math.inf).double()
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_every_core_stays_within_documents(ranks):
     """Output and all gradients, other documents in each row, alone and with ALiBi and dropout; the reference
     is a mask over a whole matrix. Bytes are those of one document."""

@@ -88,7 +88,7 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
     return [join(x, whole, group, 2) for x in parts], sent
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_core_that_takes_slices(ranks):
     """Every layout, even slices, uneven with ALiBi and dropout, values of another width; all gradients."""
     plain = in_one_process(width=3)

@@ -43,7 +43,7 @@ def everything():
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_equals_one_device(ranks):
     """Forward and all gradients; every layout, causal or not; K/V heads that the ranks divide, or not."""
     for found in launch.run(everything, ranks=ranks):

@@ -344,6 +344,7 @@ def language_of(server: str, kernel: str) -> dict:
         line.close()
 
 
+@pytest.mark.slow
 def test_opening_and_saving_every_notebook_in_jupyterlab_changes_nothing(server, clone):
     """Chapters, exercises and their copies: git sees none of it but, in originals, another version of Python."""
     first = {"path": "notebooks/00_start_here.ipynb", "name": "", "type": "notebook"}

@@ -32,6 +32,7 @@ def test_what_tensors_take_is_what_arithmetic_says(counted):
     assert counted["all in files"] < 0.3 * counted["plain"]
 
 
+@pytest.mark.slow
 def test_the_smallest_limit_of_each_way_is_its_tensors_and_a_little(counted, tmp_path):
     losses = train("plain", CONFIG, str(tmp_path), *SIZES)
     both = lambda: [train(way, CONFIG, str(tmp_path), *SIZES, steps=1) for way in PLACEMENTS]

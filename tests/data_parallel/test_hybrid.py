@@ -201,6 +201,7 @@ def test_mics():
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
+@pytest.mark.slow
 def test_words_with_nodes_that_share_a_copy_equal_one_process(references):
     """One copy on all four ranks, two nodes of two: every gather, scatter and update inside goes node by node."""
 

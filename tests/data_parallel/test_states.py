@@ -124,6 +124,7 @@ def check_round_trips(results) -> None:
             assert max(abs(a - b) for a, b in zip(across, after)) < 1e-12, (layout, optimizer)
 
 
+@pytest.mark.slow
 def test_each_stage_and_each_word_loads_what_another_saved(tmp_path):
     """The same layout goes on bit for bit, torch's dropout included."""
     check_round_trips(launch.run(round_trips, WORDS, ["torch's"], tmp_path, ranks=4, timeout_s=200))

@@ -288,6 +288,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_whole_run_is_the_same_in_any_layout():
     """Losses, held-out ones, norms, weights, moments, files; dropout, rows do not divide, some weights frozen."""
     config = replace(CONFIG, dropout=0.2)
