@@ -39,12 +39,13 @@ def _whole(values, dims: int = 2) -> np.ndarray:
 class Adder:
     """Stands in the paths of n flows, as ports do. Packets of one number wait for each other, and all go on
     with the sum. Sums of the latest `memory` numbers stay: what was lost behind the switch and is sent again
-    is answered, not added again. With memory 0, who lost a sum waits for ever."""
+    is answered, not added again. With memory 0, who lost a sum waits for ever. Where it `merges`, the last
+    packet alone goes on, with all of them. A sum is marked if one of its packets was."""
 
     delay_ps = byte_ps = 0
 
-    def __init__(self, n: int, memory: int):
-        self.n, self.memory, self.most = n, memory, 0
+    def __init__(self, n: int, memory: int = 0, merges: bool = False):
+        self.n, self.memory, self.merges, self.most = n, memory, merges, 0
         self.waiting, self.sums = defaultdict(dict), {}
 
     def receive(self, packet: Packet) -> None:
@@ -56,12 +57,13 @@ class Adder:
             self.most = max(self.most, len(self.waiting) + len(self.sums))
             if len(self.waiting[seq]) < self.n:
                 return
-            ready = self.waiting.pop(seq).values()
-            total = sum(other.data for other in ready)
+            ready = list(self.waiting.pop(seq).values())
+            total = ready if self.merges else sum(other.data for other in ready)
             if self.memory:
                 self.sums[seq] = total
-        for other in ready:
-            other.data, other.hop = total, other.hop + 1
+        marked = any(other.marked for other in ready)
+        for other in ready[-1:] if self.merges else ready:
+            other.data, other.marked, other.hop = total, marked, other.hop + 1
             other.go()
 
 
@@ -79,19 +81,14 @@ class _Worker(Flow):
 
     def __init__(self, net: Network, path: list, vector: np.ndarray, slots: float, late_us: float):
         parts = np.split(vector, range(NUMBERS, len(vector), NUMBERS))
-        self.answers, self.packets, self.heard_ps = {}, len(parts), inf
-        size, law = SIZE * len(parts), _Slots(slots=slots)
-        super().__init__(net, path, size, law, mtu=SIZE, start_us=late_us, data=parts.__getitem__)
+        self.answers, law = [None] * len(parts), _Slots(slots=slots)
+        size, data = SIZE * len(parts), parts.__getitem__
+        super().__init__(net, path, size, law, mtu=SIZE, start_us=late_us, data=data)
 
     def receive(self, packet: Packet) -> None:
         self.answers[packet.seq] = packet.data
-        if len(self.answers) == self.packets:
-            self.heard_ps = self.net.now
         super().receive(packet)
         self.pump()  # an answer may be a permission
-
-    def vector(self) -> np.ndarray:
-        return np.concatenate([self.answers[seq] for seq in range(self.packets)])
 
 
 class Reduced(NamedTuple):
@@ -116,11 +113,11 @@ def _reduced(
         late = late_us * (len(workers) == len(values) - 1)
         workers.append(_Worker(net, path, vector, slots, late))
     net.run(10_000)
-    end_us = max(worker.heard_ps for worker in workers) / US
-    results = [worker.vector() if end_us < inf else None for worker in workers]
+    complete = all(worker.end_ps for worker in workers)
+    end_us = max(worker.end_ps - worker.back_ps for worker in workers) / US if complete else inf
+    results = [np.concatenate(worker.answers) if complete else None for worker in workers]
     lost = sum(worker.path(0)[end].lost for worker in workers for end in (0, -1))
-    goodput = workers[0].packets * SIZE * up.byte_ps / US / end_us
-    return Reduced(results, end_us, lost, switch.most, goodput)
+    return Reduced(results, end_us, lost, switch.most, workers[0].size * up.byte_ps / US / end_us)
 
 
 def switchml(
@@ -163,25 +160,13 @@ def quantized(x, scale: float) -> np.ndarray:
     return scaled.astype(np.int64)
 
 
-class _Tree:
-    """PANAMA's: the last of n packets of one number goes on for all; at the root all are acknowledged."""
-
-    delay_ps = byte_ps = 0
-
-    def __init__(self, n: int):
-        self.n, self.waiting = n, defaultdict(list)
+class _Member(Flow):
+    """PANAMA's worker: a sum that arrives is an ack of all packets in it."""
 
     def receive(self, packet: Packet) -> None:
-        if packet.data:  # at the root
-            for other in packet.data:
-                other.marked = packet.marked
-                other.flow.receive(other)
-            return
-        self.waiting[packet.seq].append(packet)
-        if len(self.waiting[packet.seq]) == self.n:
-            packet.data, packet.hop = self.waiting.pop(packet.seq), packet.hop + 1
-            packet.marked = any(other.marked for other in packet.data)
-            packet.go()
+        for other in packet.data:
+            other.marked = packet.marked
+            Flow.receive(other.flow, other)
 
 
 def panama(
@@ -196,13 +181,14 @@ def panama(
     net = Network()
     roots = [Port(net, mark=(30_000, 30_001, 1)) for _ in range(trees)]
 
-    def begin(*tree: _Tree, size=10**9, start_us=0) -> Flow:
+    def begin(kind: type[Flow], *tree: Adder, size=10**9, start_us=0) -> Flow:
         path = lambda seq, nic=Port(net): (nic, *tree, roots[seq % trees])
-        return Flow(net, path, size, Reno(), to=tree[0] if tree else None, start_us=start_us)
+        return kind(net, path, size, Reno(), start_us=start_us)
 
-    flows = [[begin(tree) for _ in range(tree.n)][0] for tree in map(_Tree, workers)]
-    flows += [begin() for _ in range(plain)]
-    short = begin(size=20_000, start_us=until_us / 2)
+    adders = [Adder(n, merges=True) for n in workers]
+    flows = [[begin(_Member, adder) for _ in range(adder.n)][0] for adder in adders]
+    flows += [begin(Flow) for _ in range(plain)]
+    short = begin(Flow, size=20_000, start_us=until_us / 2)
     net.run(until_us / 3)
     before = [flow.arrived for flow in flows]
     net.run(until_us)

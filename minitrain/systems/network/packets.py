@@ -7,8 +7,8 @@
 
     Port   the sending side of a link: a queue per kind of packet, a rate, a delay; it may mark packets (ECN),
            stamp them (in-band telemetry), pause the ports that feed it (PFC, IEEE 802.1Qbb), or lose them
-    Flow   sends bytes along a path as its law allows and receives them at the other end. Switches that add
-           stand in a path, or end it: `to` is whatever has `receive(packet)`
+    Flow   sends bytes along a path as its law allows and receives them at the other end. A path may lead
+           through switches that add: through whatever has `receive(packet)`
     Law    how many bytes may be unacknowledged (`window`), how fast they leave (`rate`, Gb/s), what acks do
 
 Times are whole picoseconds and chance has one seed, so equal runs are equal to the last packet. Differs from
@@ -47,15 +47,16 @@ class Network:
 class Packet:
     """`stamps`: (bytes queued, bytes sent, now, gbps) of each port that it left."""
 
-    __slots__ = "flow seq size path to data kind hop marked stamps sent_ps rtt".split()
+    __slots__ = "flow seq size path data kind hop marked stamps sent_ps rtt".split()
 
-    def __init__(self, flow, seq, size, path, to, data=None, kind=0):
-        self.flow, self.seq, self.size, self.path, self.to = flow, seq, size, path, to
-        self.data, self.kind, self.hop, self.marked, self.stamps = data, kind, 0, False, []
+    def __init__(self, flow, seq, size, sent_ps):
+        self.flow, self.seq, self.size, self.kind, self.sent_ps = flow, seq, size, flow.kind, sent_ps
+        self.path, self.data = flow.path(seq), flow.data(seq)
+        self.hop, self.marked, self.stamps = 0, False, []
 
     def go(self) -> None:
         """On to the next port, or to the end of the path."""
-        (self.path[self.hop] if self.hop < len(self.path) else self.to).receive(self)
+        (self.path[self.hop] if self.hop < len(self.path) else self.flow).receive(self)
 
 
 class Port:
@@ -155,12 +156,12 @@ class Flow:
     `data(seq)`: what a packet carries. `on_done()` is called when all is acknowledged."""
 
     def __init__(
-        self, net, path, size, law=None, *, start_us=0, mtu=1000, kind=0, to=None, data=None, on_done=None
+        self, net, path, size, law=None, *, start_us=0, mtu=1000, kind=0, data=lambda seq: None, on_done=None
     ):
         require_ints(1, 10**12, size=size, mtu=mtu)
         require_nonnegative(start_us=start_us)
         self.net, self.size, self.law, self.start_us, self.mtu = net, size, law or Law(), start_us, mtu
-        self.path, self.to, self.data = path if callable(path) else lambda seq: path, to or self, data
+        self.path, self.data = path if callable(path) else lambda seq: path, data
         self.kind, self.on_done, ports = kind, on_done, self.path(0)
         self.gbps, self.back_ps = ports[0].gbps, sum(port.delay_ps for port in ports)
         self.base_rtt = 2 * self.back_ps + sum(mtu * port.byte_ps for port in ports)
@@ -189,9 +190,7 @@ class Flow:
                 self.seq, self.left = seq + 1, self.left - size
             self.out += size
             self.next = now + round(size * 8000 / min(law.rate, self.gbps))
-            packet = Packet(self, seq, size, self.path(seq), self.to, self.data and self.data(seq), self.kind)
-            packet.sent_ps = now
-            packet.go()
+            Packet(self, seq, size, now).go()
 
     def receive(self, packet: Packet) -> None:
         self.arrived += packet.size

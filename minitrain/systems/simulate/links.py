@@ -13,7 +13,7 @@ full-duplex bus is two. With whole numbers or Fractions every time is exact. Not
 processors, packets and their queues.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, NamedTuple
@@ -71,96 +71,32 @@ class Run(NamedTuple):
         return sum(task.amount * _shares(task.links).get(link, 0) for task in self.tasks.values())
 
 
-class _Lane:  # who is ready, by (key, place in the order given, name), and for how many more there is room
-    def __init__(self, width: int, in_order: bool):
-        self.ready: list[tuple] = []
-        self.free, self.in_order, self.given, self.started = width, in_order, 0, 0
+class Flows:
+    """What is under way. Only copies that touch, if by others, share anew when one comes or goes."""
 
-    def take(self) -> str | None:
-        if not self.free or not self.ready or self.in_order and self.ready[0][0] != self.started:
-            return None
-        self.free, self.started = self.free - 1, self.started + 1
-        return heappop(self.ready)[-1]
+    def __init__(self, bytes_per_s: Mapping[Any, Number]):
+        self.bytes_per_s, self.links, self.changed = bytes_per_s, {}, []
+        self.users: dict[Any, dict] = {}  # of each link
 
-
-class _Running:
-    def __init__(self, left: Number, now: Number):
-        self.left, self.rate, self.since, self.end = left, 0, now, None
-
-
-class _Flows:
-    """What runs now. Only copies that touch, if by others, share anew when one comes or goes."""
-
-    def __init__(self, tasks: Mapping[str, Task], bytes_per_s: Mapping[str, Number]):
-        self.tasks, self.bytes_per_s = tasks, bytes_per_s
-        self.pieces: dict[str, list[Piece]] = {name: [] for name in tasks}
-        self.running: dict[str, _Running] = {}
-        self.agenda: list[tuple] = []  # a heap of (when, tie, name): its alpha or its amount is done
-        self.users: dict[str, dict[str, None]] = {}  # of each link
-        self.changed: dict[str, None] = {}  # links that someone has joined or left
-        self.tie = count()
-
-    def start(self, name: str, now: Number) -> None:
-        task = self.tasks[name]
-        self.running[name] = _Running(task.amount, now)
-        if task.alpha:
-            self.ends(name, now + task.alpha)
-        else:
-            self.flow(name, now)
-
-    def flow(self, name: str, now: Number) -> None:
-        links = self.tasks[name].links
+    def join(self, copy: Any, links: Links) -> None:
+        self.links[copy] = links
+        self.changed.append(copy)
         for link in links:
-            self.users.setdefault(link, {})[name] = self.changed[link] = None
-        if not links:
-            self.set_rate(name, 1, now)
+            self.users.setdefault(link, {})[copy] = None
 
-    def share(self, now: Number) -> None:
-        links, found = list(self.changed), {}
-        self.changed.clear()
-        for link in links:  # grows
-            for name in self.users[link]:
-                if name not in found:
-                    found[name] = self.tasks[name].links
-                    links.extend(found[name])
-        for name, rate in shared(found, self.bytes_per_s).items():
-            self.set_rate(name, rate, now)
+    def leave(self, copy: Any) -> None:
+        for link in self.links.pop(copy):
+            del self.users[link][copy]
+            self.changed.extend(self.users[link])
 
-    def set_rate(self, name: str, rate: Number, now: Number) -> None:
-        one = self.running[name]
-        if rate != one.rate:
-            self.note(name, now)
-            one.left = max(0, one.left - (now - one.since) * one.rate)
-            one.since, one.rate = now, rate
-            self.ends(name, now + divided(one.left, rate))
-
-    def ends(self, name: str, when: Number) -> None:
-        self.running[name].end = when
-        heappush(self.agenda, (when, next(self.tie), name))
-
-    def note(self, name: str, now: Number) -> None:
-        one, done = self.running[name], self.pieces[name]
-        if done and done[-1].rate == one.rate:
-            done[-1] = done[-1]._replace(end_s=now)
-        elif now > one.since:
-            done.append(Piece(one.since, now, one.rate))
-
-    def ended(self, now: Number) -> Iterator[str]:
-        while self.agenda and self.agenda[0][0] == now:
-            name = heappop(self.agenda)[-1]
-            one = self.running.get(name)
-            if one is None or one.end != now:  # its end has moved since
-                continue
-            if not one.rate:  # alpha is over
-                self.flow(name, now)
-                continue
-            self.note(name, now)
-            self.pieces[name] = self.pieces[name] or [Piece(now, now, one.rate)]
-            del self.running[name]
-            for link in self.tasks[name].links:
-                del self.users[link][name]
-                self.changed[link] = None
-            yield name
+    def rates(self) -> dict[Any, Number]:
+        """Of all that the changes since the last call reach."""
+        reached, found, self.changed = self.changed, {}, []
+        for copy in reached:  # grows
+            if copy in self.links and copy not in found:
+                found[copy] = self.links[copy]
+                reached.extend(other for link in found[copy] for other in self.users[link])
+        return shared(found, self.bytes_per_s)
 
 
 def play(
@@ -170,41 +106,68 @@ def play(
     width: Mapping[str, int] | None = None,
 ) -> Run:
     """When everything happens. ValueError for what cannot run: unknown names, tasks that wait in a circle."""
-    by_name, rates, width = _checked(list(tasks), bytes_per_s or {}), bytes_per_s or {}, width or {}
+    by_name, bytes_per_s, width = _checked(list(tasks), bytes_per_s or {}), bytes_per_s or {}, width or {}
     require_ints(1, **{f"width of {lane}": most for lane, most in width.items()})
-    lanes: dict[str, _Lane] = {}
-    places: dict[str, tuple] = {}
+    free = {task.lane: 1 for task in by_name.values()} | dict(width)  # for so many more there is room
+    queues: dict[str, list] = {lane: [] for lane in free}  # heaps: a lane's tasks, `by` key those ready
+    entries = {name: (by(task) if by else 0, at, name) for at, (name, task) in enumerate(by_name.items())}
     missing = {name: len(set(task.after)) for name, task in by_name.items()}
     later: dict[str, list[str]] = {name: [] for name in by_name}  # who comes after it
     for name, task in by_name.items():
-        lane = lanes.setdefault(task.lane, _Lane(width.get(task.lane, 1), by is None))
-        places[name] = (by(task) if by else lane.given, lane.given, name)
-        lane.given += 1
         for other in set(task.after):
             later[other].append(name)
-        if not missing[name]:
-            heappush(lane.ready, places[name])
-    now, undone, flows, touched = 0, len(by_name), _Flows(by_name, rates), list(lanes.values())
-    while undone:
+        if not by or not missing[name]:
+            heappush(queues[task.lane], entries[name])
+    now, flows, touched = 0, Flows(bytes_per_s), list(queues)
+    pieces: dict[str, list[Piece]] = {name: [] for name in by_name}  # the last ends when its task will
+    agenda, due, number = [], {}, count()  # a heap of (when, number, name), and each task's last number
+
+    def go_on(name: str, rate: Number) -> None:
+        parts, left = pieces[name], by_name[name].amount
+        if parts and parts[-1].rate == rate:
+            return
+        if parts:
+            begin, end, before = parts.pop()
+            left = (end - now) * before if before else left
+            if begin < now:
+                parts.append(Piece(begin, now, before))
+        begin = parts.pop().start_s if parts and parts[-1].rate == rate else now
+        end = now + (divided(left, rate) if rate else by_name[name].alpha)
+        parts.append(Piece(begin, end, rate))
+        due[name] = next(number)
+        heappush(agenda, (end, due[name], name))
+
+    while True:
         for lane in touched:
-            while (name := lane.take()) is not None:
-                flows.start(name, now)
-        flows.share(now)
-        if not flows.running:
-            heads = {task.lane: name for name, task in reversed(by_name.items()) if not flows.pieces[name]}
-            names = ", ".join(heads[lane] for lane in lanes if lane in heads)
-            raise ValueError(f"tasks wait for each other: {names}; order lanes and `after` without a circle")
-        now, touched = flows.agenda[0][0], []
-        for name in flows.ended(now):
-            undone -= 1
-            lanes[by_name[name].lane].free += 1
-            touched.append(lanes[by_name[name].lane])
-            for user in later[name]:
-                missing[user] -= 1
-                if not missing[user]:
-                    heappush(lanes[by_name[user].lane].ready, places[user])
-                    touched.append(lanes[by_name[user].lane])
-    return Run(by_name, {name: tuple(parts) for name, parts in flows.pieces.items()}, rates)
+            while free[lane] and queues[lane] and not missing[queues[lane][0][-1]]:
+                free[lane] -= 1
+                go_on(heappop(queues[lane])[-1], 0)
+        for name, rate in flows.rates().items():
+            go_on(name, rate)
+        if not due:
+            break
+        now, touched = agenda[0][0], []
+        while agenda and agenda[0][0] == now:
+            _, called, name = heappop(agenda)
+            task = by_name[name]
+            if due.get(name) != called:  # its end has moved since
+                continue
+            if not pieces[name][-1].rate:  # alpha is over
+                flows.join(name, task.links)
+                continue
+            del due[name]
+            flows.leave(name)
+            free[task.lane] += 1
+            touched.append(task.lane)
+            for user in map(by_name.get, later[name]):
+                missing[user.name] -= 1
+                if by and not missing[user.name]:
+                    heappush(queues[user.lane], entries[user.name])
+                touched.append(user.lane)
+    if heads := {task.lane: name for name, task in reversed(by_name.items()) if not pieces[name]}:
+        names = ", ".join(heads[lane] for lane in queues if lane in heads)
+        raise ValueError(f"tasks wait for each other: {names}; order lanes and `after` without a circle")
+    return Run(by_name, {name: tuple(parts) for name, parts in pieces.items()}, bytes_per_s)
 
 
 def shared(copies: Mapping[Any, Links], bytes_per_s: Mapping[Any, Number]) -> dict[Any, Number]:

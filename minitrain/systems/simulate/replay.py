@@ -9,9 +9,15 @@ the group's previous one has ended, takes what collectives.py says of the larges
 and ends on all members together. Wait stops the rank until then. Messages have a stream per (source,
 destination), and are on it a latency after both sides are there: one issued while another is under way
 follows it without a pause. Copies of one rank and way follow each other likewise, each in latency + bytes /
-bandwidth of the machine's `host` or `disk` link. Transfers of several streams share the `Wires` where they
-meet: two groups over one card take as long as in turn, be they of one rank or of several; one rank alone on
-a card that others could use has all of it.
+bandwidth of the machine's `host` or `disk` link.
+
+Transfers of several streams share the wires where they meet. A wire is one rank's way out of, or into, its
+node's links, or a card's, as wide as the ranks with events here that use it have shares of it. A collective
+takes both ways of all its members, a message the source's way out and the destination's way in, on the links
+if its group stays in a node, else on the cards. Shares are max-min fair (links.py); the slowest member
+counts, and a group with several ranks on a node is never faster than at their shares. So two groups over one
+card take as long as in turn, be they of one rank or of several; one rank alone on a card that others could
+use has all of it.
 
 Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024.
 Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. A faster device or network
@@ -20,7 +26,7 @@ that wait for no receiver; what a group that leaves the node sends inside it, be
 """
 
 import heapq
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -38,7 +44,6 @@ from minitrain.systems.simulate.timeline import Span, Timeline
 _MESSAGE = {"send", "receive"}
 _END, _JOIN = range(2)
 Events = Mapping[int, Iterable[Event]]
-Wire = tuple  # ("rank" or "card", its number, "from" or "to" it), or a stream
 
 
 def replay(
@@ -88,47 +93,6 @@ class _Stream:  # the transfers of one group, which all members issue in the sam
         self.free_s = 0.0
 
 
-class Wires:
-    """Who is on which wire now; `join` and `leave` return those whose end has moved.
-    A wire is one rank's way out of, or into, its node's links, or a card's, as wide as the ranks with events
-    here that use it have shares of it. A collective takes both ways of all its members, a message the
-    source's way out and the destination's way in, on the links if its group stays in a node, else on the
-    cards. Shares are max-min fair (links.shared); the slowest member counts, and a group with several ranks
-    on a node is never faster than at their shares. Only transfers that touch, if by others, share anew."""
-
-    def __init__(self, widths: Mapping[Wire, int] | None = None):
-        self.users: dict[Wire, dict[_Transfer, None]] = {}
-        self.widths = widths or {}  # 1, if it is not there
-
-    def join(self, transfer: _Transfer, now_s: float) -> list[_Transfer]:
-        for wire in transfer.wires:
-            self.users.setdefault(wire, {})[transfer] = None
-        return self._shared_again([transfer], now_s)
-
-    def leave(self, transfer: _Transfer, now_s: float) -> list[_Transfer]:
-        for wire in transfer.wires:
-            del self.users[wire][transfer]
-        return self._shared_again([other for wire in transfer.wires for other in self.users[wire]], now_s)
-
-    def _shared_again(self, some: Iterable[_Transfer], now_s: float) -> list[_Transfer]:
-        together = dict.fromkeys(some)
-        found = list(together)
-        while found:  # who shares a wire with one of them, and so on
-            for wire in found.pop().wires:
-                for other in self.users[wire]:
-                    if other not in together:
-                        together[other] = None
-                        found.append(other)
-        whole = {wire: float(self.widths.get(wire, 1)) for one in together for wire in one.wires}
-        moved = []
-        for one, speed in links.shared({one: one.wires for one in together}, whole).items():
-            if speed != one.speed:
-                one.end_s = now_s + max(0.0, one.end_s - now_s) * one.speed / speed
-                one.speed, one.version = speed, one.version + 1
-                moved.append(one)
-        return moved
-
-
 class _Player:
     def __init__(self, events_by_rank, machine, dtype, algorithms, launch_s, sharing):
         require_nonempty(events_by_rank=list(events_by_rank))
@@ -137,10 +101,10 @@ class _Player:
         self.running = {rank: self.run(rank, events_by_rank[rank]) for rank in self.spans}
         self.streams: dict[tuple, _Stream] = {}
         self.by_identity: dict[tuple, _Stream] = {}  # hashing a group of 100,000 ranks takes a millisecond
-        cards = Counter(
-            ("card", machine.card_of(rank), side) for rank in self.spans for side in ("from", "to")
-        )
-        self.wires = Wires(cards) if sharing else None
+        widths = defaultdict(lambda: 1.0)  # of wires: of a card, as many as there are ranks on it
+        for card, ranks in Counter(map(machine.card_of, self.spans)).items():
+            widths["card", card, "from"] = widths["card", card, "to"] = float(ranks)
+        self.wires = links.Flows(widths) if sharing else None
         self.agenda: list[tuple] = []  # a heap of (when, end or join, tie, transfer, its version)
         self.tie = count()
         self.cost = cache(self.latency_and_cost)
@@ -152,7 +116,8 @@ class _Player:
         while self.agenda:
             now_s, kind, _, transfer, version = heapq.heappop(self.agenda)
             if kind == _JOIN:
-                self.moved(self.wires.join(transfer, now_s))
+                self.wires.join(transfer, transfer.wires)
+                self.share(now_s)
             elif version == transfer.version:  # else its end has moved since
                 self.end(transfer)
         self.refuse_if_stuck()
@@ -240,11 +205,18 @@ class _Player:
         if self.wires and transfer.on_wire_s < transfer.end_s:
             transfer.wires = stream.wires
             heapq.heappush(self.agenda, (transfer.on_wire_s, _JOIN, next(self.tie), transfer, 0))
-        self.moved([transfer])
+        self.will_end(transfer)
 
-    def moved(self, transfers: Iterable[_Transfer]) -> None:
-        for one in transfers:
-            heapq.heappush(self.agenda, (one.end_s, _END, next(self.tie), one, one.version))
+    def will_end(self, transfer: _Transfer) -> None:
+        heapq.heappush(self.agenda, (transfer.end_s, _END, next(self.tie), transfer, transfer.version))
+
+    def share(self, now_s: float) -> None:
+        """After one has joined or left: whoever is slower or faster now ends at another time."""
+        for one, speed in self.wires.rates().items():
+            if speed != one.speed:
+                one.end_s = now_s + max(0.0, one.end_s - now_s) * one.speed / speed
+                one.speed, one.version = speed, one.version + 1
+                self.will_end(one)
 
     def end(self, transfer: _Transfer) -> None:
         stream = transfer.stream
@@ -253,7 +225,8 @@ class _Player:
             span = Span(_stream_name(event), "transfer", transfer.start_s, transfer.end_s, event, issued_s)
             self.spans[rank].append(span)
         if transfer.wires:
-            self.moved(self.wires.leave(transfer, transfer.end_s))
+            self.wires.leave(transfer)
+            self.share(transfer.end_s)
         stream.queue.popleft()
         if stream.queue:
             self.start(stream)

@@ -9,7 +9,7 @@ import pytest
 
 from minitrain.systems.network import aggregation as ina
 from minitrain.systems.network.congestion import Reno, jain
-from minitrain.systems.network.packets import Flow, Network, Port
+from minitrain.systems.network.packets import Network, Port
 
 
 def vectors(n=4, m=2048, seed=0):
@@ -83,16 +83,11 @@ def test_panama():
     assert jain(goodputs) > 0.99 and 0.9 < sum(goodputs) <= 1
     assert short_us < 3 * (4 + 20_000 * 80 / 1e6)
     (single,), _ = ina.panama((2,), until_us=600)
-    heard, net, tree = {}, Network(), ina._Tree(2)
+    heard, net, tree = {}, Network(), ina.Adder(2, merges=True)
     for law in (Reno(), Reno()):
         law.on_ack = lambda ack, law=law: heard.setdefault(ack.seq, []).append(ack.marked)
-        Flow(
-            net,
-            (Port(net, 40 + 10 * len(net.due)), tree, Port(net, 10, mark=(0, 1, 1))),
-            20_000,
-            law,
-            to=tree,
-        )
+        path = Port(net, 40 + 10 * len(net.due)), tree, Port(net, 10, mark=(0, 1, 1))
+        ina._Member(net, path, 20_000, law)
     net.run()
     assert all(len(set(both)) == 1 for both in heard.values()) and [True] * 2 in heard.values(), (
         "told to both"
