@@ -1,7 +1,7 @@
 """Every picture of the course.
 
 First  charts              what each rank does when, what fills its memory when, and the curves
-       data_parallel       who keeps what, when gradients travel
+       data_parallel       who keeps what, when gradients travel, loss against their bytes
        schematics          ideas before code: boxes, arrows, a ring and two trees
        cuts                how a cut is found, what its stages recompute, lend and pad
        pipeline_charts     schedules, the way of one microbatch, what repeats for each, what memory buys
@@ -20,10 +20,9 @@ First  charts              what each rank does when, what fills its memory when,
        searches            how much of its space each planner looked at
        checkpoints         what an interval wastes, a save beside training, who keeps whose state
        fault_charts        where detectors listen, who is slow, what a death finds
-       network_charts      who meets on a cable, an all-reduce on many networks, queues, jobs that slide
-       cluster_charts      who has which devices when
+       network_charts      who meets on a cable, an all-reduce on many networks
+       cluster_charts      who has which devices, or a link, when
        kernel_charts       blocks that programs touch, loads beside products, seconds by size of tile
-       communication_charts   one step sent in other orders; loss against bytes
 beside style               one palette named by meaning, one style
        controls            sliders and menus above a picture that follows them
        svg                 words, axes and legends of the pictures that widgets draw at every drag

@@ -156,10 +156,11 @@ def measured_and_formula(rows: Sequence, *, title="Measured beside the formula")
 def lines(
     x: Sequence[float], ys: Series, *, xlabel: str, ylabel: str, title: str, formulas=None, marks=None, log=""
 ) -> Figure:
-    """Measurements as marked lines, `formulas` as dashes, `marks` {name: x} as verticals."""
+    """Measurements as lines, marked if they are few, `formulas` as dashes, `marks` {name: x} as verticals.
+    `log`: x, y, or "y0", which has room for 0."""
     figure, ax = style.canvas(height=3.2)
     for i, (name, y) in enumerate(ys.items()):
-        marker, colour = style.MARKERS[i % len(style.MARKERS)], CYCLE[i % len(CYCLE)]
+        marker, colour = style.MARKERS[i % len(style.MARKERS)] * (len(x) < 200), CYCLE[i % len(CYCLE)]
         ax.plot(x, y, color=colour, marker=marker, markersize=4, label=name)
     for i, (name, y) in enumerate((formulas or {}).items()):
         ax.plot(x, y, color=COLOURS["formula"], linestyle=DASHES[1 + i % 3], linewidth=1.2, label=name)
@@ -173,7 +174,7 @@ def lines(
         power = lambda value, _: _power_of_two(value, max(x))
         ax.xaxis.set_major_formatter(power if binary else "{x:,.12g}")
     if "y" in log:
-        ax.set_yscale("log")
+        ax.set_yscale("symlog" if "0" in log else "log")
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.12g}")
     ax.set(xlabel=xlabel, ylabel=ylabel)
     return style.finished(figure, title, ax.get_legend_handles_labels()[0])

@@ -1,4 +1,4 @@
-"""Data parallelism: who keeps which part of what, and when gradients travel."""
+"""Data parallelism: who keeps which part of what, when gradients travel, loss against their bytes."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 
 from minitrain.course.plot import style
 from minitrain.course.plot.charts import transfers
-from minitrain.course.plot.style import CENTRED
+from minitrain.course.plot.style import CENTRED, CYCLE
 from minitrain.systems.simulate.timeline import join
 
 # Bytes per parameter, Adam in mixed precision.
@@ -124,3 +124,18 @@ def _work(timeline) -> dict[str, list]:
             phase = span.event.phase if span.event.phase in style.COLOURS else "compute"
             pieces.setdefault(phase, []).append((span.start_s, span.end_s))
     return pieces
+
+
+@style.styled
+def loss_against_bytes(points: Mapping[str, tuple[float, float, float | None]], title: str) -> Figure:
+    """{what: (bytes a rank sends per step, loss with error feedback, loss without)}; of the first a line."""
+    figure, ax = style.canvas(height=3.2)
+    for colour, marker, (what, (sent, loss, without)) in zip(CYCLE, style.MARKERS, points.items()):
+        ax.plot(sent, loss, marker, color=colour, label=what)
+        if without is not None:
+            ax.plot([sent, sent], [loss, without], color=colour, marker=marker, fillstyle="none", linewidth=1)
+    ax.axhline(next(iter(points.values()))[1], color=style.GREY, linestyle="--", linewidth=1)
+    ax.set(xscale="log", xlabel="bytes that a rank sends per step", ylabel="loss at the end", ylim=(0, None))
+    ax.set(xticks=(500, 1000, 2000, 5000), xticklabels=("500", "1,000", "2,000", "5,000"))
+    ax.minorticks_off()
+    return style.finished(figure, title, ax.get_legend_handles_labels()[0])

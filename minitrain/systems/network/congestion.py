@@ -134,40 +134,33 @@ class Hpcc(Law):
 
 class Eqds(Law):
     """Olteanu et al. 2022, An edge-queued datagram service for all datacenter traffic, NSDI: queues stay at
-    the senders; packets leave on credit, but for the first `window` bytes. Differs: nothing is trimmed."""
+    the senders; packets leave on credit, but for the first `window` bytes. The receiver gives a credit of a
+    packet per packet time, in order of asking; who got one asks again. Differs: nothing is trimmed."""
 
     window = 0
 
     def begin(self, flow):
         super().begin(flow)
-        self.wanted, port = flow.size - self.window, flow.path(0)[-1]
-        port.control = port.control or Credits(port, flow.mtu)
-        flow.net.at(round(flow.start_us * US) + flow.back_ps, port.control.ask, self)
+        self.wanted, self.port = flow.size - self.window, flow.path(0)[-1]
+        flow.net.at(round(flow.start_us * US) + flow.back_ps, self.ask)
 
-    def grant(self, size):
-        self.window += size
+    def ask(self):
+        now, next_ps = self.flow.net.now, max(self.flow.net.now, self.port.control or 0)
+        self.port.control = next_ps + self.flow.mtu * self.port.byte_ps  # when it may give another
+        self.flow.net.at(next_ps - now, self.give)
+
+    def give(self):
+        self.flow.net.at(self.flow.back_ps, self.grant)
+        self.wanted -= self.flow.mtu
+        if self.wanted > 0:
+            self.ask()
+
+    def grant(self):
+        self.window += self.flow.mtu
         self.flow.pump()
 
     def on_ack(self, ack):
         self.window -= ack.size  # a credit is used once
-
-
-class Credits:
-    """EQDS's receiver: a credit of a packet per packet time, in order of asking; who got one asks again."""
-
-    def __init__(self, port: Port, mtu: int):
-        self.port, self.mtu, self.free_ps = port, mtu, 0
-
-    def ask(self, law: Eqds) -> None:
-        now, due = self.port.net.now, max(self.port.net.now, self.free_ps)
-        self.free_ps = due + self.mtu * self.port.byte_ps
-        self.port.net.at(due - now, self.give, law)
-
-    def give(self, law: Eqds) -> None:
-        self.port.net.at(law.flow.back_ps, law.grant, self.mtu)
-        law.wanted -= self.mtu
-        if law.wanted > 0:
-            self.ask(law)
 
 
 class Rocc(Law):
@@ -269,12 +262,11 @@ def head_of_line(
     require_positive_ints(10**5, until_us=until_us)
     net = Network()
     shared, hot, cold = ports = [Port(net, pause=pause, buffer_bytes=buffer_bytes) for _ in range(3)]
-    flows = []
     for kind, path in enumerate([(hot,)] * hosts + [(shared, hot), (shared, cold)]):
         law, kind = Law(rate=100 / len(path)), kind if per_flow else 0
-        flows.append(Flow(net, (Port(net), *path), 10**9, law, kind=kind))
+        flow = Flow(net, (Port(net), *path), 10**9, law, kind=kind)  # the last is the victim
     net.run(until_us)
-    return flows[-1].arrived * 8000 / (50 * until_us * US), ports
+    return flow.arrived * 8000 / (50 * until_us * US), ports
 
 
 def jobs(

@@ -109,6 +109,5 @@ def slow_link(parameters: int, activations: int, microbatches: int, bytes_per_s:
     of every microbatch there, gradients back; "data": a sum of all gradients, each sent once each way."""
     require_ints(1, parameters=parameters, activations=activations, microbatches=microbatches)
     require_positive(bytes_per_s=bytes_per_s)
-    ways = {"there": bytes_per_s, "back": bytes_per_s}
-    seconds = lambda elements: play([Task(way, way, 2 * elements, (way,)) for way in ways], ways).end_s
-    return {"pipeline": seconds(activations * microbatches), "data": seconds(parameters)}
+    elements = {"pipeline": activations * microbatches, "data": parameters}
+    return {what: divided(2 * count, bytes_per_s) for what, count in elements.items()}
