@@ -9,15 +9,9 @@ the group's previous one has ended, takes what collectives.py says of the larges
 and ends on all members together. Wait stops the rank until then. Messages have a stream per (source,
 destination), and are on it a latency after both sides are there: one issued while another is under way
 follows it without a pause. Copies of one rank and way follow each other likewise, each in latency + bytes /
-bandwidth of the machine's `host` or `disk` link.
-
-Transfers of several streams share the wires where they meet. A wire is one rank's way out of, or into, its
-node's links, or a card's, as wide as the ranks with events here that use it have shares of it. A collective
-takes both ways of all its members, a message the source's way out and the destination's way in, on the links
-if its group stays in a node, else on the cards. Shares are max-min fair (links.py); the slowest member
-counts, and a group with several ranks on a node is never faster than at their shares. So two groups over one
-card take as long as in turn, be they of one rank or of several; one rank alone on a card that others could
-use has all of it.
+bandwidth of the machine's `host` or `disk` link. Transfers of several streams share the wires where they
+meet: two groups over one card take as long as in turn, be they of one rank or of several; one rank alone on
+a card that others could use has all of it.
 
 Ranks without events here are taken to be in step with the others: one rank of a dry run stands for 1,024.
 Stages of a pipeline are not, so their messages (on an axis "pp") need both ends. A faster device or network
@@ -211,7 +205,13 @@ class _Player:
         heapq.heappush(self.agenda, (transfer.end_s, _END, next(self.tie), transfer, transfer.version))
 
     def share(self, now_s: float) -> None:
-        """After one has joined or left: whoever is slower or faster now ends at another time."""
+        """After one has joined or left: whoever is slower or faster now ends at another time.
+
+        A wire is one rank's way out of, or into, its node's links, or a card's, as wide as the ranks with
+        events here that use it have shares of it. A collective takes both ways of all its members, a message
+        the source's way out and the destination's way in, on the links if its group stays in a node, else on
+        the cards. Shares are max-min fair (links.py); the slowest member counts, and a group with several
+        ranks on a node is never faster than at their shares."""
         for one, speed in self.wires.rates().items():
             if speed != one.speed:
                 one.end_s = now_s + max(0.0, one.end_s - now_s) * one.speed / speed
