@@ -29,6 +29,7 @@ from minitrain.course import kernels
 from minitrain.course.plot import style  # noqa: F401
 from minitrain.plan import strategy
 from minitrain.ranks.launch import local
+from minitrain.ranks.process import JOB
 from tests import patience
 
 LINUX = sys.platform == "linux"
@@ -508,10 +509,14 @@ def test_checks_are_on_unless_they_are_switched_off_by_0(monkeypatch, value, che
     assert launch.run(int, ranks=1, checked=not checked) is not checked
 
 
-def test_a_launch_that_fails_too_often_says_the_last_error(capfd):
+def test_a_launch_that_fails_too_often_says_the_last_error(capfd, monkeypatch):
     """One that goes on is in tests/cli/test_train_command.py."""
     with pytest.raises(launch.RankError, match="KeyError: '2'"):
         launch.run(lambda: {}[os.environ["TORCHELASTIC_RESTART_COUNT"]], restarts=2, ranks=1)
     assert "restart 2 of 2" in capfd.readouterr().err
     with pytest.raises(ValueError, match="--checkpoint"):
         command(restarts=1)
+    for name in JOB:
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match="restarts=2 in a job of torchrun: give it --max-restarts"):
+        launch.run(int, restarts=2, ranks=1)
