@@ -40,10 +40,10 @@ BUDGETS = {  # lines of Python, and of wrong solutions, as `wc -l` counts them: 
         24_000,
         24_000,
     ),
-    "minitrain/systems": (["minitrain/systems"], [], 23_881, 25_000),
+    "minitrain/systems": (["minitrain/systems"], [], 24_429, 25_000),
     "minitrain/course": (["minitrain/course"], [], 8_000, 8_000),
     "exercises/wrong": (["exercises/wrong"], [], 9_699, 12_000),  # 400 a chapter
-    "tests": (["tests"], [], 69_389, 70_000),
+    "tests": (["tests"], [], 69_762, 70_000),
 }
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
 NO_TORCH = (
@@ -51,7 +51,8 @@ NO_TORCH = (
     "systems.annotate.annotators", "systems.communication.algorithms",
     "systems.communication.chunk_schedule", "systems.communication.cost_model", "systems.network",
     "systems.kernels.tiles", "systems.kernels.roofline", "systems.kernels.roller", "systems.kernels.multistage",
-    "systems.kernels.tile_chains", "course.plot.charts",
+    "systems.kernels.tile_chains", "systems.uneven.shares", "systems.uneven.stage_devices",
+    "systems.uneven.far_apart", "course.plot.charts",
     "course.plot.pipeline_charts", "course.plot.plan_widget", "course.plot.style", "model.config",
     "model.training.flags", "course.atlas", "course.notebook", "pipeline.schedules", "pipeline.schedule",
     "pipeline.simulate", "pipeline.lower",

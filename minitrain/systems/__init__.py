@@ -7,6 +7,7 @@ network          networks as graphs, and traffic on them
 cluster          who gets which devices, CPUs, switches, caches and watts, and when
 annotate         sharding by annotation
 plan             planners and searches
+uneven           devices and links that differ: who gets how much of what
 data             files of tokens, documents that say nearly the same
 simulate         allocators, eviction, storage, failures
 faults           failures made on purpose, their detectors, and training that goes on

@@ -159,30 +159,6 @@ def test_llama_as_a_command_of_megatron():
     assert job == JOB and not left
 
 
-def test_llama_as_json_for_deepspeed_and_what_its_code_says():
-    job = replace(
-        JOB,
-        strategy=Strategy(
-            dp=8, tp=2, zero=3, microbatches=2, precision="bfloat16", recompute="full",
-            offload="optimizer+parameters",
-        ),
-        rows=32,
-    )  # fmt: skip
-    text, notes, in_code = deepspeed.write(job)
-    assert not notes
-    assert json.loads(text) == {
-        "train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
-        "zero_optimization": {
-            "stage": 3, "reduce_bucket_size": 12_500_000, "offload_optimizer": {"device": "cpu"},
-            "offload_param": {"device": "cpu"},
-        },
-        "tensor_parallel": {"autotp_size": 2}, "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "bf16"},
-    }  # fmt: skip
-    assert in_code.items() >= {"recompute": "full", "length": 8192, "d_model": 4096, "num_layers": 32}.items()
-    assert deepspeed.read(text, in_code) == (job, {})
-
-
 # ---- what others wrote
 
 

@@ -15,7 +15,6 @@ from minitrain.systems.plan.expert_overlap import (
     REPORTED,
     REUSE_POLICIES,
     Chunk,
-    Line,
     Task,
     lina,
     makespan,
@@ -56,10 +55,6 @@ def test_pipemoe(name):
         assert replayed[predicted - 1] == pytest.approx(min(replayed), rel=1e-12)
         best.add(predicted)
     assert len(best) >= 4  # not one answer for all
-
-
-def test_without_gain_nothing_is_cut():
-    assert expert_overlap.pipemoe_degree(10, Line(0, 1), Line(0, 0)) == 1, "all r take the same time"
 
 
 def shortest(tasks, chunks):
@@ -182,28 +177,6 @@ def test_mpipemoe_choice():
     assert chosen == set(REUSE_POLICIES)
 
 
-def test_the_choice_follows_the_machine():
-    """Copies that cost nothing are made; a slow way to the host leaves everything to be made again."""
-    assert expert_overlap.mpipemoe_choice(Chunk(10, 10, 0, 0), 4) == ("offload", "offload")
-    assert expert_overlap.mpipemoe_choice(Chunk(1, 1, 50, 50), 4) == ("send again", "compute again")
-    # where the link is the bottleneck rows are kept, where products are the middle is
-    assert expert_overlap.mpipemoe_choice(Chunk(10, 1, 20, 50), 4) == ("offload", "compute again")
-    assert expert_overlap.mpipemoe_choice(Chunk(1, 10, 50, 10), 4) == ("send again", "offload")
-
-
-def test_of_equal_ways_the_first():
-    """Copies before repetition, of the rows before the middle: REUSE_POLICIES is in that order."""
-    order = ("offload", "offload"), ("offload", "compute again"), ("send again", "offload")
-    assert REUSE_POLICIES == (*order, ("send again", "compute again"))
-    ties = set()
-    for chunk in map(Chunk._make, product(range(4), repeat=4)):
-        seconds = [mpipemoe_s(way, chunk, 2) for way in order + REUSE_POLICIES[3:]]
-        equal = [way for way, time in zip(order + REUSE_POLICIES[3:], seconds) if time == min(seconds)]
-        assert expert_overlap.mpipemoe_choice(chunk, 2) == equal[0], chunk
-        ties.add(tuple(equal) if len(equal) > 1 else ())
-    assert len(ties) >= 6, ties
-
-
 def test_buffers_fall_from_r_chunks_to_two():
     assert [expert_overlap.mpipemoe_rows(48, n, reused=False) for n in (1, 2, 4, 8)] == [48] * 4
     assert [expert_overlap.mpipemoe_rows(48, n, reused=True) for n in (1, 2, 4, 8)] == [48, 48, 24, 12]
@@ -264,14 +237,3 @@ def test_nvlink_hides_behind_the_network_up_to_three_experts_a_node():
         return max(seconds, key=seconds.get)
 
     assert [slower(k) for k in (8, 12, 13)] == ["across", "across", "inside"]
-
-
-def test_a_token_visits_no_more_nodes_than_there_are():
-    def rows(ep):
-        return {axis: payload / (4096 * 7168) for axis, _, payload in DEEPSEEK_V3.legs(1, ep, REPORTED)}
-
-    assert rows(4) == rows(8) == {"inside": 8}
-    assert rows(16) == {"across": 2, "inside": 8}
-    assert rows(32) == rows(64) == {"across": 4, "inside": 8}
-    members = {axis: members for axis, members, _ in DEEPSEEK_V3.legs(1, 32, REPORTED)}
-    assert members == {"across": (0, 8, 16, 24), "inside": tuple(range(8))}

@@ -52,16 +52,6 @@ def test_named_choices_hold_what_zero_says():
     assert [round(float(by_name[name]) / 1e9, 1) for name in NAMED][:4] == [120, 31.4, 16.6, 1.9]
 
 
-def test_microbatches_cost_what_cannot_accumulate():
-    cluster, m = Cluster(64, 8), 5
-    once = Fraction(2 * PSI * 63, 64)
-    expected = {"NNN": 2 * once, "NNG": 2 * once, "NGG": (m + 1) * once, "GGG": 3 * m * once}
-    for word, total in expected.items():
-        assert traffic(paro(word, cluster), PSI, cluster, m).total_bytes == total
-    M, sent = 2 * PSI, traffic(paro("NIG", cluster), PSI, cluster, m)
-    assert (sent.intra_bytes, sent.inter_bytes) == ((m + 1) * M * 7 / 8, 2 * M * (1 / 8 - 1 / 64))
-
-
 def test_hybrid_sharding_crosses_hosts_with_less_than_the_ring_bound_of_the_paper():
     for ranks, host in ((8, 1), (16, 8), (64, 8), (512, 8), (8, 8)):
         cluster, M = Cluster(ranks, host), 2 * PSI
@@ -251,17 +241,6 @@ def test_search_equals_brute_force(per_node, nodes, m, parameters, intra, inter,
     else:
         plan = cheapest(limit, candidates)
         assert (plan.seconds, plan.memory_bytes, plan.choice.factors) == expected
-
-
-def test_as_memory_gets_tight_the_answer_walks_through_the_words():
-    """7.5 billion parameters, 8 nodes of 8, 18 times as fast inside, 4 microbatches."""
-    cluster = Cluster(64, 8)
-    words = {choice: word for word, choice in paro_choices(cluster).items()}
-    candidates = plans(words, PSI, cluster, intra_bytes_per_s=450e9, inter_bytes_per_s=25e9, microbatches=4)
-    answers = [words[cheapest(limit, candidates).choice] for limit in (200e9, 30e9, 17e9, 10e9, 4e9, 2e9)]
-    assert answers == ["NNG", "NIG", "NGG", "IIG", "IGG", "GGG"]
-    exactly = cheapest(16 * PSI / 64, candidates)  # "at most": the limit itself is enough
-    assert words[exactly.choice] == "GGG" and exactly.memory_bytes == 16 * PSI / 64
 
 
 def test_ten_words_of_27_and_the_chains_of_divisors():
