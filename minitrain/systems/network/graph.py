@@ -55,10 +55,7 @@ class Graph:
                     self.next.setdefault(link[0], []).append(link[1])
                 self.rates[link] = self.rates.get(link, 0) + (rate[0] if rate else 1)
 
-    @property
-    def switches(self) -> list[Node]:
-        hosts = set(self.hosts)
-        return [node for node in self.next if node not in hosts]
+    switches = property(lambda self: list(self.next)[len(self.hosts) :])  # hosts came first
 
     def distances(self, target: Node) -> dict[Node, int]:
         """{node: hops to target}, of the nodes that reach it."""
@@ -171,8 +168,7 @@ def loads(graph: Graph, flows: Iterable[tuple], route: Route, size: Number = 1) 
 def permutation(hosts: Sequence[Node], seed: int = 0) -> list[Link]:
     """Each host sends to one other, each receives from one other, drawn at random."""
     require_ints(seed=seed)
-    if len(hosts) < 2:
-        raise ValueError(f"{len(hosts)} hosts: a permutation without fixed points needs two or more")
+    require_ints(2, number_of_hosts=len(hosts))
     draw, targets = Random(seed), list(hosts)
     while any(source == target for source, target in zip(hosts, targets)):
         draw.shuffle(targets)
