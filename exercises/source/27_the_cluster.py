@@ -216,6 +216,7 @@ expect_each(rounds, [([[2], [1]], 3, 4)], [[[0], [1], [0], [0]]], "by turns", LA
 print("the visible checks pass")
 ### BEGIN HIDDEN TESTS
 cases = [drawn_shares(draw.integer(2, 5), 1) for _ in range(8)]
+cases.append(([[draw.integer(1, 9)], [0]], 24, 9))
 expect_each(rounds, cases, [served_by_credit(*case) for case in cases], "by turns", LAG)
 ### END HIDDEN TESTS
 
