@@ -116,6 +116,16 @@ def test_fuyou():
     assert fuyou_s(WORK, SERVER, share) < min(fuyou_s(WORK, SERVER, s) for s in (0, 1))
 
 
+def test_phases_by_hand():
+    work, server = Work(2, 60, 7, 9, 6), Server(bus=4, read=8, write=2, update=1, host_bytes=10)
+    forward = {"GPU": 7, "bus to device": 1, "bus to host": 5, "SSD": Fraction(1, 2) + 5}
+    backward = {"GPU": 13, "bus to device": 6, "bus to host": 1, "SSD": Fraction(38, 8) + 14, "CPU": 2}
+    phases = fuyou_phases(work, server, Fraction(1, 3))
+    assert phases == {"forward": forward, "backward": backward}
+    assert fuyou_s(work, server, Fraction(1, 3)) == 7 + Fraction(75, 4)
+    assert fuyou_s(work, server, Fraction(1, 3), overlapped=False) == 7 + 13 + max(3 + 14, 2)
+
+
 LINKS = {"to host": SERVER.bus, "to device": SERVER.bus, "disk": 1}
 
 
