@@ -26,6 +26,7 @@ Placement = namedtuple("Placement", "seconds gradients_s pipeline_s stages")  # 
 
 def placement(stages: Sequence[tuple], seconds: Callable, gradients: float, activations: float) -> Placement:
     """Of a partition, with the best order of its stages."""
+    checks.require_nonnegative(gradients=gradients, activations=activations)
 
     def exchanged(stage: tuple[int, ...]) -> float:
         return max(sum(2 * seconds(a, b, gradients / len(stage)) for b in stage if a != b) for a in stage)
@@ -44,7 +45,6 @@ def dt_fm(dp: int, pp: int, seconds: Callable, gradients: float, activations: fl
     """The best Placement looked at, for `gradients` bytes of a stage and `activations` of a microbatch."""
     checks.require_ints(1, 6, dp=dp, pp=pp)  # pairings, paths
     checks.require_ints(0, 10**4, seed=seed, children=children)
-    checks.require_nonnegative(gradients=gradients, activations=activations)
     draw, known, devices = Random(seed), {}, range(dp * pp)
 
     def price(order: Sequence[int]) -> float:

@@ -123,16 +123,18 @@ def synthesize(layers: int, price: Callable, guided: bool = True) -> SearchResul
 
 def best_shares(work: float, padded_s: float, speeds: Sequence[float]) -> list[float]:
     """That make work·max(share / speed) + padded_s·max(share) least. Needs scipy."""
+    checks.require_positive(speeds=speeds)
+    checks.require_nonnegative(work=work, padded_s=padded_s)
     program, shares, least = IntegerProgram(), [("free", i) for i in range(len(speeds))], min(speeds)
     program.add(dict.fromkeys(shares, 1), 1, 1)
     for share, speed in zip(shares, speeds):
         program.add({("free", "slowest"): 1, share: -least / speed}, 0, inf)
         program.add({("free", "largest"): 1, share: -1}, 0, inf)
     found = program.values({("free", "slowest"): work / least, ("free", "largest"): padded_s})
-    return [found[share] for share in shares]
+    return [float(found[share]) for share in shares]
 
 
-def hap(layers: Sequence[Layer], rows: int, devices: Sequence[Device], latency_s: float = 0.0) -> tuple:
+def hap(layers: Sequence[Layer], rows: int, devices: Sequence[Device], latency_s=0.0, guided=True) -> tuple:
     """(program, shares): in turns, from shares by speed, until the program is no faster."""
     checks.require_nonempty(layers=layers, devices=devices)
     checks.require_positive_ints(rows=rows)
@@ -141,7 +143,7 @@ def hap(layers: Sequence[Layer], rows: int, devices: Sequence[Device], latency_s
     shares, found = [speed / sum(speeds) for speed in speeds], None
     while True:
         price = lambda i, before, cut: priced(layers[i], rows, before, cut, devices, latency_s, shares)
-        better = synthesize(len(layers), price)
+        better = synthesize(len(layers), price, guided)
         if found and better.cost >= found[0].cost * (1 - 1e-9):
             return found
         found, pairs = (better, shares), zip((None, *better.choice), better.choice)

@@ -95,6 +95,8 @@ def hph(work: Sequence, sent: Sequence, speeds: Sequence, bandwidths: Sequence, 
     """(order, Partition): device i sends over its link; `order` of its own in the place of the paper's."""
     checks.require_nonnegative(work=work, sent=sent)
     checks.require_positive(speeds=speeds, bandwidths=bandwidths)
+    checks.require_one_of([len(work)], sent=len(sent))
+    checks.require_one_of([len(speeds)], bandwidths=len(bandwidths))
     order = order or sorted(range(len(speeds)), key=lambda i: -speeds[i] / bandwidths[i])
 
     def stage(s: int, run: range) -> tuple:
