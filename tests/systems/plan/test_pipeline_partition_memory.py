@@ -163,6 +163,13 @@ def test_adapipe(seed, cap):
     assert Fraction(95, 100) * simulated(model, plan, m) <= plan.time <= simulated(model, plan, m)
 
 
+def test_no_more_microbatches_are_in_flight_than_there_are():
+    """One microbatch keeps all of its units in each of three stages, under a cap of one."""
+    layers = (stage_memory.Layer(1, 2, 0, (stage_memory.Unit(1, 10),)),) * 3
+    plan = stage_memory.plan_adapipe(stage_memory.Model(layers, 0), p=3, m=1, cap=10)
+    assert [(stage.recomputed, stage.bytes) for stage in plan.stages] == [(0, 10)] * 3
+
+
 ROWS, FLOATS = 64, 4 * 64  # of a tensor; its bytes
 
 
