@@ -24,7 +24,7 @@ ALL = (
     "checkpoint",
     "ledger",
 )
-REPORTS = ("predictions", "detectors", "recovery", "soak")
+REPORTS = ("predictions", "detectors", "recovery", "rlhf", "soak")
 
 
 def main(words: list[str]) -> int:

@@ -143,7 +143,7 @@ def check(build: Build) -> None:
         build.device = torch.get_default_device() if is_fake(torch.empty(0)) else launch.device()
     require_device(device=build.device)
     strategy, ranks = build.strategy, collectives.world().size()
-    if build.loss_fn is not cross_entropy_sum:
+    if build.loss_fn is not cross_entropy_sum and not getattr(build.loss_fn, "sums_terms", False):
         build.loss_fn = SumOfTerms(build.loss_fn)
     if build.config:
         strategy.check(build.config, ranks)

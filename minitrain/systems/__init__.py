@@ -10,6 +10,7 @@ plan             planners and searches
 uneven           devices and links that differ: who gets how much of what
 data             files of tokens, documents that say nearly the same
 simulate         allocators, eviction, storage, failures
+rlhf             learning from rewards, with four models
 faults           failures made on purpose, their detectors, and training that goes on
 kernels          tiles and caches, and what compilers fuse
 

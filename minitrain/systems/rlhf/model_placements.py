@@ -1,0 +1,130 @@
+"""Where the four models of RLHF are, what that costs in memory, and when each call runs. No torch.
+
+    call      generate  ->  score, refer, value  ->  train_actor, train_critic       of one batch
+    memory    of a device: 16 bytes per parameter of each model that trains there, 2 of each that does not
+    time      a lane per group of devices (simulate/links.py); a result for another lane is a copy on its way
+
+Colocated (DeepSpeed-Chat)  all on one lane: the sum of all calls, and of all models
+separate (OpenRLHF, APP)    a lane per model, or generation apart from training: `stale` batches later a call
+                            has the weights of a training call. With one: a batch each max(t_gen, t_train), or
+                            half of a round trip, (t_gen + t_train + 2 transfers) / 2, if that is longer
+PUZZLE                      calls of a lane by the longest path that waits for them, if that is shorter
+ReaLHF                      each call a plan of its own; weights move where plans differ: Metropolis
+
+Xiao et al. 2023 (APP), arXiv:2312.11819, section 3; Hu et al. 2024 (OpenRLHF), arXiv:2405.11143, section 3;
+Mei et al. 2024 (ReaLHF), arXiv:2406.14088, section 5; Lei et al. 2024 (PUZZLE), DAC. Differs: seconds are
+given; ReaLHF's estimate overlaps calls on other devices, here a model's calls are in a circle.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
+from minitrain.systems.simulate.links import Number, Run, Task, play
+
+Table = Sequence[Sequence[Number]]
+TRAINED, FROZEN = 16, 2  # bytes per parameter: bfloat16 with masters and Adam; bfloat16
+
+
+class Call(NamedTuple):
+    name: str
+    model: str
+    seconds: Number
+    after: tuple[str, ...] = ()
+    trains: bool = False
+
+
+def ppo_calls(generate: Number, infer: Number, train: Number) -> list[Call]:
+    """Of one batch; three calls take `infer` seconds each, two `train`."""
+    require_nonnegative(generate=generate, infer=infer, train=train)
+    three = "score", "refer", "value"
+    return [
+        Call("generate", "actor", generate),
+        Call("score", "reward", infer, ("generate",)),
+        Call("refer", "reference", infer, ("generate",)),
+        Call("value", "critic", infer, ("generate",)),
+        Call("train_actor", "actor", train, three, True),
+        Call("train_critic", "critic", train, three, True),
+    ]
+
+
+def device_bytes(parameters: Mapping[str, Number], devices: Mapping[str, str], trained=("actor", "critic")):
+    """{device: bytes} of models {name: parameters} on devices {name: device}."""
+    require_nonnegative(**parameters)
+    found = dict.fromkeys(devices.values(), 0)
+    for model, count in parameters.items():
+        found[devices[model]] += count * (TRAINED if model in trained else FROZEN)
+    return found
+
+
+def tasks_of(
+    calls: Sequence[Call], lanes: Mapping[str, str], batches: int = 1, stale: int = 0, transfer: Number = 0
+) -> list[Task]:
+    """For `play`: "generate 0", .., each call on its lane. A call has a model's weights after the training
+    `stale` batches before the last one."""
+    require_positive_ints(1 << 12, batches=batches)
+    require_ints(0, stale=stale)
+    require_nonnegative(transfer=transfer)
+    tasks = {}
+    for batch in range(batches):
+        for call in calls:
+            old, needs = batch - 1 - stale, []
+            updates = [c.name for c in calls if c.trains and c.model == call.model and not call.trains]
+            for name, number in [(x, batch) for x in call.after] + [(x, old) for x in updates if old >= 0]:
+                needed, here = f"{name} {number}", lanes[call.name]
+                if lanes[name] != here:
+                    copy = f"{needed} to {here}"
+                    tasks[copy] = Task(copy, f"{lanes[name]} to {here}", transfer, (), (needed,))
+                    needed = copy
+                needs.append(needed)
+            name = f"{call.name} {batch}"
+            tasks[name] = Task(name, lanes[call.name], call.seconds, (), tuple(needs))
+    return list(tasks.values())
+
+
+def longest_paths(tasks: Sequence[Task]) -> dict[str, Number]:
+    """Of each task: the seconds from its start to the end of all, were there lanes enough."""
+    paths: dict[str, Number] = {}
+    for task in reversed(tasks):  # each comes after those it waits for
+        later = [paths[other.name] for other in tasks if task.name in other.after]
+        paths[task.name] = task.amount + max(later, default=0)
+    return paths
+
+
+def puzzle(tasks: Sequence[Task]) -> Run:
+    """In the order given, or by longest paths: whichever ends first."""
+    paths = longest_paths(tasks)
+    return min((play(tasks), play(tasks, by=lambda task: -paths[task.name])), key=lambda run: run.end_s)
+
+
+def cycle_seconds(plans: Sequence[int], seconds: Table, moves: Table) -> Number:
+    """Of calls in a circle, call i by plan plans[i]: seconds[i][plan], and moves[plan][next plan]."""
+    pairs = zip(plans, [*plans[1:], plans[0]])
+    return sum(row[plan] for row, plan in zip(seconds, plans)) + sum(moves[a][b] for a, b in pairs)
+
+
+def realhf(seconds: Table, moves: Table, steps: int = 2000, seed: int = 0) -> list[int]:
+    """The best plans, one per call, that a random walk passes: a worse one is accepted with exp(-more/T), T
+    falling from the longest call to a thousandth of it."""
+    require_positive_ints(1 << 16, steps=steps)
+    require_ints(0, seed=seed)
+    require_nonnegative(seconds=seconds, moves=moves)
+    if not all(isinstance(row, (list, tuple)) and len(row) == len(moves) for row in (*seconds, *moves)):
+        raise ValueError(
+            "seconds and moves: use rows as long as there are plans, one per call and one per plan"
+        )
+    draw, plans = random.Random(seed), [0] * len(seconds)
+    now = least = cycle_seconds(plans, seconds, moves)
+    best, hot = plans, max(map(max, seconds)) or 1
+    for step in range(steps):
+        call = draw.randrange(len(plans))
+        tried = [*plans]
+        tried[call] = draw.randrange(len(seconds[call]))
+        cost = cycle_seconds(tried, seconds, moves)
+        if cost <= now or draw.random() < math.exp((now - cost) / (hot * 0.001 ** (step / steps))):
+            plans, now = tried, cost
+        if now < least:
+            best, least = plans, now
+    return best
