@@ -15,6 +15,7 @@ from minitrain.systems.plan.expert_overlap import (
     REPORTED,
     REUSE_POLICIES,
     Chunk,
+    Line,
     Task,
     lina,
     makespan,
@@ -55,6 +56,10 @@ def test_pipemoe(name):
         assert replayed[predicted - 1] == pytest.approx(min(replayed), rel=1e-12)
         best.add(predicted)
     assert len(best) >= 4  # not one answer for all
+
+
+def test_without_gain_nothing_is_cut():
+    assert expert_overlap.pipemoe_degree(10, Line(0, 1), Line(0, 0)) == 1, "all r take the same time"
 
 
 def shortest(tasks, chunks):
@@ -175,6 +180,19 @@ def test_mpipemoe_choice():
         assert modelled[choice] == min(modelled.values())
         assert simulated[choice] <= 1.06 * min(simulated.values())
     assert chosen == set(REUSE_POLICIES)
+
+
+def test_of_equal_ways_the_first():
+    """Copies before repetition, of the rows before the middle: REUSE_POLICIES is in that order."""
+    order = ("offload", "offload"), ("offload", "compute again"), ("send again", "offload")
+    assert REUSE_POLICIES == (*order, ("send again", "compute again"))
+    ties = set()
+    for chunk in map(Chunk._make, product(range(4), repeat=4)):
+        seconds = [mpipemoe_s(way, chunk, 2) for way in order + REUSE_POLICIES[3:]]
+        equal = [way for way, time in zip(order + REUSE_POLICIES[3:], seconds) if time == min(seconds)]
+        assert expert_overlap.mpipemoe_choice(chunk, 2) == equal[0], chunk
+        ties.add(tuple(equal) if len(equal) > 1 else ())
+    assert len(ties) >= 6, ties
 
 
 def test_buffers_fall_from_r_chunks_to_two():

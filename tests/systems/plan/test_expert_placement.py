@@ -77,6 +77,13 @@ def test_fastermoe_shadows_equal_brute_force(ranks, experts):
     assert len(tried) > 4, "few and many shadows"
 
 
+def test_a_tie_stays_home():
+    """T remote rows of an expert of 2·D·F weights: shadowed from T = F + 1 on."""
+    assert plan.shadowed([[0, 0], [6, 0]], d_model=4, d_ff=6) == ()
+    assert plan.shadowed([[0, 0], [7, 0]], d_model=4, d_ff=6) == (0,)
+    assert plan.shadowed([[9, 0], [6, 0]], d_model=4, d_ff=6) == (), "rows of the owner itself do not travel"
+
+
 # ---- Prophet ---------------------------------------------------------------------------------------------
 
 CASES = [(2, 4, 12), (3, 3, 24), (3, 6, 10), (4, 4, 6)]  # ranks, experts, draws
