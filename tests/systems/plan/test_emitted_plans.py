@@ -186,19 +186,6 @@ def test_a_command_that_somebody_else_wrote():
     assert megatron.read(" ".join(text.split("pretrain_gpt.py")[1].split()))[0].strategy.dp == 1
 
 
-def test_a_json_and_a_toml_that_somebody_else_wrote():
-    model = {"d_model": 64, "num_layers": 2, "num_heads": 4, "length": 16}
-    text = '{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "steps_per_print": 5, "bf16": {"enabled": true}}'
-    job, left = deepspeed.read(text, model)
-    assert job.strategy == Strategy(dp=4, zero=2, precision="bfloat16", bucket_bytes=10**9)
-    assert left == {"steps_per_print": 5}
-    toml = '[training]\nlocal_batch_size = 2\nseq_len = 16\n[parallelism]\ndata_parallel_shard_degree = 4\n[activation_checkpoint]\nmode = "full"\n[optimizer]\nlr = 0.1\n'
-    job, left = torchtitan.read(toml, {"d_model": 64})
-    assert job.strategy == Strategy(dp=4, zero=3, precision="bfloat16_main_grads", recompute="full")
-    assert job.rows == 8
-    assert left == {"optimizer.lr": 0.1}
-
-
 COMMAND = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
     "--micro-batch-size 1 --vocab-size 256"

@@ -252,12 +252,3 @@ def test_ten_words_of_27_and_the_chains_of_divisors():
             paro(word, Cluster(64, 8))
     assert Cluster(24, 6).factors() == [1, 2, 3, 6, 12, 24] and Cluster(4, 4).factors() == [1, 2, 4]
     assert len(amsp_choices(Cluster(64, 8))) == 84
-
-
-def test_what_does_not_fit_is_refused():
-    cluster = Cluster(24, 6)
-    candidates = plans([Choice(1, 1, 1)], PSI, cluster, intra_bytes_per_s=2.0, inter_bytes_per_s=1.0)
-    with pytest.raises(ValueError, match="at most 14 GB per rank; the smallest needs 120 GB"):
-        cheapest(14e9, candidates)
-    with pytest.raises(ValueError, match=r"24 ranks on nodes of 6; choose from \[1, 2, 3, 6, 12, 24\]"):
-        traffic(Choice(1, 1, 4), 8, cluster)
