@@ -103,8 +103,7 @@ def test_hetpipe():
             backward(net, group.rank() - 1, p)
             other.push_pull()
 
-    times = [[1.0 + (p // 2 % 2 == v) for p in range(12)] for v in range(2)]  # who is slow changes
-    ends = {}
+    times, ends = [[1.0 + (p // 2 % 2 == v) for p in range(12)] for v in range(2)], {}  # slow by turns
     for k, distance in ((1, 0), (2, 0), (2, 1)):
         plan = waves(times, k, distance)
         ends[k, distance] = max(row[-1].end for row in plan)
