@@ -101,6 +101,8 @@ def puzzle(tasks: Sequence[Task]) -> Run:
 
 def cycle_seconds(plans: Sequence[int], seconds: Table, moves: Table) -> Number:
     """Of calls in a circle, call i by plan plans[i]: seconds[i][plan], and moves[plan][next plan]."""
+    require_ints(0, len(moves) - 1, plans=plans)
+    require_nonnegative(seconds=seconds, moves=moves)
     pairs = zip(plans, [*plans[1:], plans[0]])
     return sum(row[plan] for row, plan in zip(seconds, plans)) + sum(moves[a][b] for a, b in pairs)
 
@@ -110,7 +112,6 @@ def realhf(seconds: Table, moves: Table, steps: int = 2000, seed: int = 0) -> li
     falling from the longest call to a thousandth of it."""
     require_positive_ints(1 << 16, steps=steps)
     require_ints(0, seed=seed)
-    require_nonnegative(seconds=seconds, moves=moves)
     if not all(isinstance(row, (list, tuple)) and len(row) == len(moves) for row in (*seconds, *moves)):
         raise ValueError(
             "seconds and moves: use rows as long as there are plans, one per call and one per plan"
