@@ -34,7 +34,7 @@ def run_of(loss, seed: int = 0, lr: float | None = None, config=CONFIG, **strate
     return parallelize(config, Strategy(**strategy), make, seed=seed, loss_fn=loss)
 
 
-def trained(method: str, steps: int, seed: int = 0, demonstrations: int = 150, pairs: int = 150) -> tuple:
+def trained(method: str, steps: int, seed: int = 0, demonstrations: int = 150, pairs: int = 400) -> tuple:
     """On each rank: ([Learned of every iteration], processor seconds)."""
     world, started = collectives.world(), time.process_time()
     n, first = world.size(), 10_000 * seed
