@@ -21,7 +21,7 @@ from minitrain.plan.predict.work import WorkOf
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_nonempty, require_positive, require_positive_ints
 from minitrain.systems.cluster.jobs import Job, Policy, free_devices, place
-from minitrain.systems.plan.rematerialize import IntegerProgram
+from minitrain.systems.plan.integer_program import IntegerProgram
 
 Configuration = tuple[str, int]  # kind of device, how many
 

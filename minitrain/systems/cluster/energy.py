@@ -20,7 +20,7 @@ from random import Random
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.simulate import Measured, simulate
 from minitrain.ranks import checks
-from minitrain.systems.plan.rematerialize import IntegerProgram
+from minitrain.systems.plan.integer_program import IntegerProgram
 
 Durations = Mapping[Action, int]
 Energy = Callable[[Action, int], float]

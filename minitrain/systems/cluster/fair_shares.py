@@ -17,7 +17,7 @@ from math import inf
 
 from minitrain.ranks.checks import require_nonempty, require_positive
 from minitrain.systems.cluster.jobs import Job, Policy, place
-from minitrain.systems.plan.rematerialize import IntegerProgram
+from minitrain.systems.plan.integer_program import IntegerProgram
 
 
 def equal_shares(speeds: Sequence[Sequence[float]], devices, capacity) -> list[float]:

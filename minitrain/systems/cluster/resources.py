@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from minitrain.ranks.checks import require_nonempty, require_positive, require_positive_ints
 from minitrain.systems.cluster.jobs import Job, Node, simulate
 from minitrain.systems.cluster.orders import gang
-from minitrain.systems.plan.rematerialize import IntegerProgram
+from minitrain.systems.plan.integer_program import IntegerProgram
 
 
 def synergy(throughput: Sequence[Callable[[int], float]], cpus: int) -> list[int]:

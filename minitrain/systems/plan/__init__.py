@@ -11,6 +11,7 @@ First  stage_cuts         where to cut a pipeline: DAPPLE, AutoPipe, GraphPipe
        communication_search  tuners and placements: ByteScheduler, Syndicate, Centauri, P^2
        shared_wires       traffic that meets: PCIe trees, saves beside sums, CASSINI
        rematerialize      what to keep and what to compute again: Yuan, Lynx, Checkmate, revolve
+       integer_program    rows over variables with names, for those that need a solver
        memory_layout      the order that needs least memory (ROAM); where every tensor lies
        offload            what goes to the host or disks: Elixir, Fuyou, ZeRO-Infinity, STRONGHOLD, Mobius
        checkpoint_interval   how often to save; whose memory has whose state

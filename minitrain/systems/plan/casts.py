@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.systems.plan.rematerialize import IntegerProgram
+from minitrain.systems.plan.integer_program import IntegerProgram
 
 
 class Op(NamedTuple):

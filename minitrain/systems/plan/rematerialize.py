@@ -25,6 +25,7 @@ from typing import NamedTuple
 from minitrain.pipeline.partition import Number, undominated
 from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
 from minitrain.systems.memory.chain_plan import Action, advance, check_layers
+from minitrain.systems.plan.integer_program import IntegerProgram
 from minitrain.systems.simulate.links import Task, play
 
 
@@ -257,44 +258,6 @@ def checkmate(nodes: Sequence[Node], budget: Number) -> Rematerialization:
     if chosen is None:
         raise ValueError(f"Checkmate: no plan of {n} nodes fits {budget} bytes; use a larger budget")
     return _result(nodes, chosen)
-
-
-class IntegerProgram:
-    """Rows over variables with names, each from 0 to 1; those called ("free", ..) need not be whole."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[dict[tuple, float], float, float]] = []
-
-    def add(self, terms: dict[tuple, float], low: float, high: float) -> None:
-        self.rows.append((terms, low, high))
-
-    def solve(self, costs: dict[tuple, Number]) -> set[tuple] | None:
-        """The names of the whole variables that are 1; None: there is no solution."""
-        found = self.values(costs)
-        return found and {name for name, x in found.items() if name[0] != "free" and x > 0.5}
-
-    def values(self, costs: dict[tuple, Number]) -> dict[tuple, float] | None:
-        """All variables where the sum of costs is least; None: there is no solution. By scipy's HiGHS."""
-        try:
-            from scipy.optimize import Bounds, LinearConstraint, milp
-            from scipy.sparse import csr_array
-        except ImportError:
-            cure = "pip install 'minitrain[course]'"
-            raise ModuleNotFoundError(f"integer programs need scipy: {cure}") from None
-        rows, low, high = zip(*self.rows)
-        names = list(dict.fromkeys(name for terms in rows for name in terms))
-        number = {name: x for x, name in enumerate(names)}
-        entries = [(y, number[name], of) for y, terms in enumerate(rows) for name, of in terms.items()]
-        y, x, values = zip(*entries)
-        limits = LinearConstraint(csr_array((values, (y, x)), shape=(len(rows), len(names))), low, high)
-        whole, most = [name[0] != "free" for name in names], max(map(abs, costs.values())) or 1
-        goal = [costs.get(name, 0) / most for name in names]
-        rules = dict(integrality=whole, bounds=Bounds(0, 1), constraints=limits)
-        found = milp(goal, **rules, options={"mip_rel_gap": 0})
-        if found.status == 2:  # infeasible
-            return None
-        assert found.success, found.message
-        return dict(zip(names, found.x))
 
 
 def _result(nodes: Sequence[Node], chosen: set[tuple]) -> Rematerialization:

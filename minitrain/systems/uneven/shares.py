@@ -23,7 +23,7 @@ from math import inf
 from typing import NamedTuple
 
 from minitrain.ranks import checks
-from minitrain.systems.plan.rematerialize import IntegerProgram
+from minitrain.systems.plan.integer_program import IntegerProgram
 from minitrain.systems.plan.search.problem import Layer, SearchResult
 
 CUTS = {"rows": ("rows", "rows"), "inputs": ("columns", "whole"), "outputs": ("whole", "columns")}

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from minitrain.pipeline.partition import balanced
 from minitrain.ranks.checks import require_positive
-from minitrain.systems.plan.rematerialize import IntegerProgram
+from minitrain.systems.plan.integer_program import IntegerProgram
 from minitrain.systems.plan.search.layerwise import frontier
 from minitrain.systems.plan.search.problem import (
     SHARED,
