@@ -4,7 +4,7 @@
     tp by columns                   W[N/t, K], B[N/t, r], A whole: its gradient comes through copy_to(x Aᵀ)
     tp by rows                      W[N, K/t], A[r, K/t], B whole: reduce_from(x_i A_iᵀ)
     NF4                             a row of W in blocks of 64, each with a scale; scales less their mean in
-                                    E4M3, 256 of them with a float32: 4 + 8/64 + 32/(64·256) bits a weight
+                                    E4M3, 256 of them with a float32: 4 + 8/64 + 32/(64·256) bits per weight
 
 Trains r (N + K) of N·K numbers. ZeRO cuts A and B, as anything that trains; stage 3 also W, or its codes.
 With tp each matrix sends r numbers per token more, and dx of Q, K and V are three sums. A matrix in NF4 is

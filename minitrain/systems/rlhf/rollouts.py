@@ -51,8 +51,9 @@ def answered(prompts: Tensor, noise: float = 0.0, seed: int = 0) -> Tensor:
     require_fractions(noise=noise)
     require_ints(0, seed=seed)
     draw, count = torch.Generator().manual_seed(seed), len(prompts)
-    sums, any_sum = prompts[:, 0] + prompts[:, 2], torch.randint(0, 19, (count,), generator=draw)
-    sums = any_sum.where(torch.rand(count, generator=draw) < noise, sums)
+    any_sum, wrong = torch.randint(0, 19, (count,), generator=draw), torch.rand(count, generator=draw) < noise
+    any_sum, wrong = any_sum.to(prompts.device), wrong.to(prompts.device)
+    sums = any_sum.where(wrong, prompts[:, 0] + prompts[:, 2])
     return torch.cat((prompts, torch.stack((sums // 10, sums % 10), 1)), 1)
 
 
@@ -152,9 +153,9 @@ class Placed:
 
     @torch.no_grad()
     def read(self, what: Callable, batch: Batch) -> Tensor:
-        answer = (
-            what(self.model(batch.tokens), batch.targets) if self.model else torch.zeros(batch.tokens.shape)
-        )
+        answer = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
+        if self.model:
+            answer = what(self.model(batch.tokens), batch.targets)
         return collectives.broadcast(answer, self.home, self.group)
 
     def step(self, batch: Batch, clip: float | None = None) -> None:

@@ -115,9 +115,6 @@ class Seconds:
     def perf_counter(self) -> float:
         return self.now
 
-    def queued_s(self, pid) -> float:
-        return self.queue
-
     def stand(self, seconds: float) -> None:
         self.now, self.queue = self.now + seconds, self.queue + seconds
 
@@ -131,7 +128,7 @@ def slow_ranks(plan: str, windows: int) -> tuple:
         return lambda: (clock.sleep(dice.random()), settle())[1]
 
     with (
-        mock.patch.multiple(detect, time=clock, queued_s=clock.queued_s),
+        mock.patch.multiple(detect, time=clock, queued_s=lambda pid: clock.queue),
         mock.patch.object(chaos, "time", clock),
         mock.patch.object(PROCESS, "begin", waits),
         detect.LocalTime() as local,
