@@ -61,6 +61,7 @@ class Layer(NamedTuple):  # y = x·W
 
 
 def linear(name: str, takes: int, gives: int) -> Layer:
+    require_positive_ints(takes=takes, gives=gives)
     return Layer(name, takes, gives, takes * gives, 2 * takes * gives)
 
 
