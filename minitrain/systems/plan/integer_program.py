@@ -1,14 +1,16 @@
 """Integer and linear programs, written row by row over variables with names. By scipy's HiGHS; no torch.
 
-program.add({("x", 0): 1, ("x", 1): 1}, 1, inf)                       x_0 + x_1 >= 1
-program.solve({("x", 0): 3, ("x", 1): 2})                             {("x", 1)}
+    program.add({("x", 0): 1, ("x", 1): 1}, 1, inf)                       x_0 + x_1 >= 1
+    program.solve({("x", 0): 3, ("x", 1): 2})                             {("x", 1)}
+
+Every variable is from 0 to 1.
 """
 
 from minitrain.pipeline.partition import Number
 
 
 class IntegerProgram:
-    """Rows over variables with names, each from 0 to 1; those called ("free", ..) need not be whole."""
+    """Variables called ("free", ..) need not be whole."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[dict[tuple, float], float, float]] = []
