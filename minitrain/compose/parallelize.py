@@ -73,6 +73,7 @@ def parallelize(
 ) -> Run:
     """This rank's part of training a GPT, or any nn.Module of your own (dp and ZeRO; alike on all ranks).
     `loss_fn(outputs, targets)` is the sum over targets, of whole logits; a step divides by how many count.
+    That it is a sum is tried on a few targets, unless the loss says so itself (`sums_terms = True`).
     `make_optimizer(params)` builds the optimizer (data_parallel/sync.py); without it nothing is updated.
     `seed` fills the parameters and draws dropout's masks; `frozen` are patterns of global names
     ("layers.0.*"); a GPT is built on `device`, this rank's if None. For a pipeline, `schedule` is one of your
