@@ -14,6 +14,7 @@ A tree is {path: bytes, or None for a folder}.
 """
 
 import itertools
+import math
 import random
 from pathlib import Path
 
@@ -23,85 +24,76 @@ SECTOR = 512
 Tree = dict[str, bytes | None]
 
 
-class Recorder(Disk):
+class Watched(Disk):
+    """All that a save does goes through `on(what, path, call, *args)`, which makes the call."""
+
+    def create(self, path):
+        return self.on("create", path, super().create, path)
+
+    def write(self, file, offset, data):
+        self.on("write", self._paths[file], super().write, file, offset, data)
+
+    def sync(self, file):
+        self.on("sync", self._paths[file], super().sync, file)
+
+    def make_folder(self, path):
+        self.on("make_folder", path, super().make_folder, path)
+
+    def sync_folder(self, path):
+        self.on("sync_folder", path, super().sync_folder, path)
+
+    def rename(self, path, to):
+        self.on("rename", to, super().rename, path, to)
+
+    def remove(self, path):
+        self.on("remove", path, super().remove, path)
+
+
+class Recorder(Watched):
     """Operations as tuples; files by number, folders by path below `root`."""
 
     def __init__(self, root: Path):
         super().__init__()
         self.root, self.log, self._numbers = root, [], {}
 
-    def note(self, *operation) -> None:
-        self.log.append(tuple(str(x.relative_to(self.root)) if isinstance(x, Path) else x for x in operation))
-
-    def create(self, path):
-        file = super().create(path)
-        self._numbers[file] = object()  # descriptors are used again
-        self.note("create", path, self._numbers[file])
+    def on(self, what, path, call, *args):
+        inside = sorted(path.iterdir()) if what == "remove" and path.is_dir() else []
+        file = call(*args)
+        if what == "create":
+            self._numbers[file] = object()  # descriptors are used again
+            args = path, self._numbers[file]
+        elif what in ("write", "sync"):
+            args = self._numbers[args[0]], *args[1:-1], *(bytes(memoryview(x).cast("B")) for x in args[2:])
+        for of in (*([name] for name in inside), args):
+            names = (str(x.relative_to(self.root)) if isinstance(x, Path) else x for x in of)
+            self.log.append((what, *names))
         return file
-
-    def write(self, file, offset, data):
-        super().write(file, offset, data)
-        self.note("write", self._numbers[file], offset, bytes(memoryview(data).cast("B")))
-
-    def sync(self, file):
-        super().sync(file)
-        self.note("sync", self._numbers[file])
-
-    def make_folder(self, path):
-        super().make_folder(path)
-        self.note("make_folder", path)
-
-    def sync_folder(self, path):
-        super().sync_folder(path)
-        self.note("sync_folder", path)
-
-    def rename(self, path, to):
-        super().rename(path, to)
-        self.note("rename", path, to)
-
-    def remove(self, path):
-        inside = sorted(path.iterdir()) if path.is_dir() else []
-        super().remove(path)
-        for name in (*inside, path):
-            self.note("remove", name)
 
 
 class _File:
     def __init__(self, durable: bytes = b""):
-        self.durable, self.writes = durable, []  # a write: offset and data; None: cut to nothing
+        self.versions = [durable]  # what is safely there, and after each write since
 
-    def contents(self) -> list[bytes]:
-        """After none of the writes, after the first, after the first two, .."""
-        found = [self.durable]
-        for write in self.writes:
-            now = bytearray(b"" if write is None else found[-1])
-            if write is not None:
-                offset, data = write
-                now.extend(bytes(max(0, offset + len(data) - len(now))))
-                now[offset : offset + len(data)] = data
-            found.append(bytes(now))
-        return found
+    def write(self, offset: int, data: bytes) -> None:
+        now = self.versions[-1]
+        self.versions.append(now[:offset].ljust(offset, b"\0") + data + now[offset + len(data) :])
 
     def sync(self) -> None:
-        self.durable, self.writes = self.contents()[-1], []
+        del self.versions[:-1]
 
     def variants(self, draw: random.Random, most: int) -> list[bytes]:
-        versions = self.contents()
-        if len(versions) == 1:
-            return versions
-        longest = max(map(len, versions))
-        padded = [version.ljust(longest, b"\0") for version in versions]
+        if len(self.versions) == 1:
+            return self.versions
+        longest = max(map(len, self.versions))
+        padded = [version.ljust(longest, b"\0") for version in (*self.versions, b"")]
         borders = range(0, longest, SECTOR)
-        sectors = [sorted({p[at : at + SECTOR] for p in (*padded, bytes(longest))}) for at in borders]
-        lengths = sorted({len(version) for version in versions} | set(borders))
-        total = 1
-        for values in sectors:
-            total *= len(values)
-        if total * len(lengths) <= most:
+        sectors = [sorted({whole[at : at + SECTOR] for whole in padded}) for at in borders]
+        lengths = sorted({*map(len, self.versions), *borders})
+        if math.prod(map(len, (*sectors, lengths))) <= most:
             whole = map(b"".join, itertools.product(*sectors))
             return sorted({content[:length] for content in whole for length in lengths})
         drawn = (b"".join(map(draw.choice, sectors))[: draw.choice(lengths)] for _ in range(most))
-        return sorted({*versions, *drawn})
+        return sorted({*self.versions, *drawn})
 
 
 class _Folder:
@@ -122,9 +114,8 @@ class _Folder:
             picks = itertools.product((False, True), repeat=len(self.changes))
         else:
             picks = [[draw.random() < 0.5 for _ in self.changes] for _ in range(most)]
-            picks += [
-                [at < count for at in range(len(self.changes))] for count in range(len(self.changes) + 1)
-            ]
+            places = range(len(self.changes))
+            picks += [[at < count for at in places] for count in (*places, len(places))]
         return [self.now(itertools.compress(self.changes, pick)) for pick in picks]
 
 
@@ -134,62 +125,51 @@ class Model:
     def __init__(self, tree: Tree | None = None):
         self.root, self.files = _Folder(), {}
         for path, content in sorted((tree or {}).items()):
-            self._folder_of(path).durable[_last(path)] = _Folder() if content is None else _File(content)
+            folder, name = self._place(path)
+            folder.durable[name] = _Folder() if content is None else _File(content)
 
     def do(self, operation: tuple) -> None:
-        what, *of = operation
-        if what == "create":
-            path, number = of
-            old = self._folder_of(path).now().get(_last(path))
-            self.files[number] = old or _File()
-            if old:
-                old.writes.append(None)
-            else:
-                self._folder_of(path).changes.append({_last(path): self.files[number]})
-        elif what == "write":
-            self.files[of[0]].writes.append(tuple(of[1:]))
-        elif what == "sync":
-            self.files[of[0]].sync()
-        elif what == "make_folder":
-            self._folder_of(of[0]).changes.append({_last(of[0]): _Folder()})
-        elif what == "sync_folder":
-            self._at(of[0]).sync()
+        what, of, *more = operation
+        if what in ("write", "sync"):
+            getattr(self.files[of], what)(*more)
+            return
+        if what == "sync_folder":
+            self._at(of).sync()
+            return
+        folder, name = self._place(of)
+        if what == "create" and (old := folder.now().get(name)):
+            self.files[more[0]] = old
+            old.versions.append(b"")
+        elif what == "create":
+            self.files[more[0]] = _File()
+            folder.changes.append({name: self.files[more[0]]})
         elif what == "rename":
-            path, to = of
-            assert path.rpartition("/")[0] == to.rpartition("/")[0], "all our renames stay in their folder"
-            self._folder_of(path).changes.append({_last(path): None, _last(to): self._at(path)})
-        elif what == "remove":
-            self._folder_of(of[0]).changes.append({_last(of[0]): None})
+            there, new = self._place(more[0])
+            assert there is folder, "all our renames stay in their folder"
+            folder.changes.append({name: None, new: self._at(of)})
+        else:
+            folder.changes.append({name: _Folder() if what == "make_folder" else None})
 
     def states(self, seed: int = 0, most: int = 100_000, most_of_one: int = 64) -> list[Tree]:
         """All of them if there are at most `most`; else as many, drawn."""
         draw = random.Random(seed)
         shapes = list(self._shapes(self.root, "", draw, most_of_one))
-        variants: dict[_File, list[bytes]] = {}
-        for node in {node for shape in shapes for node in shape.values() if isinstance(node, _File)}:
-            variants[node] = node.variants(draw, most_of_one)
-        count = sum(_product(len(variants.get(node, "1")) for node in shape.values()) for shape in shapes)
-        found = {}
-        if count <= most:
-            for shape in shapes:
-                for contents in itertools.product(*(variants.get(node, [None]) for node in shape.values())):
-                    found[frozenset(zip(shape, contents))] = None
+        files = dict.fromkeys(node for shape in shapes for node in shape.values() if isinstance(node, _File))
+        variants = {file: file.variants(draw, most_of_one) for file in files}
+        contents = [[variants.get(node, [None]) for node in shape.values()] for shape in shapes]
+        if sum(math.prod(map(len, each)) for each in contents) <= most:
+            trees = [zip(shape, x) for shape, each in zip(shapes, contents) for x in itertools.product(*each)]
         else:
-            for _ in range(most):
-                shape = draw.choice(shapes)
-                tree = {path: draw.choice(variants.get(node, [None])) for path, node in shape.items()}
-                found[frozenset(tree.items())] = None
-        return [dict(sorted(tree)) for tree in found]
+            some = (draw.choice([*zip(shapes, contents)]) for _ in range(most))
+            trees = [zip(shape, map(draw.choice, each)) for shape, each in some]
+        return [dict(sorted(tree)) for tree in dict.fromkeys(map(frozenset, trees))]
 
     def _shapes(self, folder: _Folder, path: str, draw: random.Random, most: int):
         """Which names there may be: {path: file or folder}."""
         for names in folder.variants(draw, most):
             here = {path + name: node for name, node in names.items()}
-            below = [
-                list(self._shapes(node, f"{name}/", draw, most))
-                for name, node in here.items()
-                if isinstance(node, _Folder)
-            ]
+            folders = ((name, node) for name, node in here.items() if isinstance(node, _Folder))
+            below = [list(self._shapes(node, f"{name}/", draw, most)) for name, node in folders]
             for chosen in itertools.product(*below):
                 yield here | {name: node for more in chosen for name, node in more.items()}
 
@@ -199,19 +179,9 @@ class Model:
             node = node if name == "." else (node.durable | node.now())[name]
         return node
 
-    def _folder_of(self, path: str) -> _Folder:
-        return self._at(path.rpartition("/")[0])
-
-
-def _last(path: str) -> str:
-    return path.rpartition("/")[2]
-
-
-def _product(numbers) -> int:
-    total = 1
-    for number in numbers:
-        total *= number
-    return total
+    def _place(self, path: str) -> tuple[_Folder, str]:
+        above, _, name = path.rpartition("/")
+        return self._at(above), name
 
 
 def write_tree(tree: Tree, folder: Path) -> None:

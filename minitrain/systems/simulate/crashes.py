@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from minitrain.checkpoint.disk import Disk
-from minitrain.systems.simulate.crash_model import Model, Tree
+from minitrain.systems.simulate.crash_model import Model, Tree, Watched
 
 PATIENCE_S = 60
 
@@ -28,54 +27,29 @@ class Died(BaseException):
     """In place of the signal: nothing but what a dead process cannot do comes after it."""
 
 
-class Mortal(Disk):
+SAID = {"make_folder": "make {}", "sync_folder": "sync {}/", "rename": "rename to {}"}
+
+
+class Mortal(Watched):
     """Dies at call number `die_at`; `by_signal`: with SIGKILL. `calls` are the names of those before it."""
 
     def __init__(self, die_at: int | None = None, by_signal: bool = True):
         super().__init__()
         self.die_at, self.by_signal, self.calls = die_at, by_signal, []
 
-    def _due(self, name: str) -> bool:
-        self.calls.append(name)
-        return len(self.calls) == self.die_at
-
-    def _die(self) -> None:
+    def on(self, what, path, call, *args):
+        self.calls.append(SAID.get(what, f"{what} {{}}").format(path.name))
+        if len(self.calls) != self.die_at:
+            return call(*args)
+        if what == "create":
+            call(*args)
+        if what == "write":
+            file, offset, data = args
+            data = memoryview(data).cast("B")
+            call(file, offset, data[: len(data) // 2])
         if self.by_signal:
             os.kill(os.getpid(), signal.SIGKILL)
         raise Died
-
-    def write(self, file, offset, data):
-        if self._due(f"write {self._paths[file].name}"):
-            data = memoryview(data).cast("B")
-            super().write(file, offset, data[: len(data) // 2])
-            self._die()
-        super().write(file, offset, data)
-
-    def create(self, path):
-        file = super().create(path)
-        if self._due(f"create {path.name}"):
-            self._die()
-        return file
-
-    def sync(self, file):
-        self._before(f"sync {self._paths[file].name}", super().sync, file)
-
-    def make_folder(self, path):
-        self._before(f"make {path.name}", super().make_folder, path)
-
-    def sync_folder(self, path):
-        self._before(f"sync {path.name}/", super().sync_folder, path)
-
-    def rename(self, path, to):
-        self._before(f"rename to {to.name}", super().rename, path, to)
-
-    def remove(self, path):
-        self._before(f"remove {path.name}", super().remove, path)
-
-    def _before(self, name: str, call: Callable, *args) -> None:
-        if self._due(name):
-            self._die()
-        call(*args)
 
 
 def kills(prepare: Callable, save: Callable, look: Callable) -> list[tuple[str, object]]:

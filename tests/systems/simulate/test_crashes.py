@@ -3,7 +3,7 @@
 import pytest
 
 from minitrain import launch
-from minitrain.checkpoint.disk import new_file
+from minitrain.checkpoint.disk import Disk, new_file
 from minitrain.ranks.launch.report import RankError
 from minitrain.systems.simulate import crashes
 from minitrain.systems.simulate.crash_model import Model, Recorder, read_tree
@@ -21,7 +21,7 @@ def kept(folder):
 
 def test_every_call_is_a_death_and_a_write_has_written_half(tmp_path):
     def prepare():
-        write(tmp_path, crashes.Disk(), b"old" * 400)
+        write(tmp_path, Disk(), b"old" * 400)
         return tmp_path
 
     found = crashes.kills(prepare, write, kept)
@@ -38,7 +38,7 @@ def test_a_signal_kills_the_process(tmp_path):
 
 
 def test_power_cuts_tell_lost_from_garbage_and_rolled_back(tmp_path):
-    write(tmp_path, crashes.Disk(), b"old" * 400)
+    write(tmp_path, Disk(), b"old" * 400)
     before, disk = read_tree(tmp_path), Recorder(tmp_path)
     write(tmp_path, disk)
 
