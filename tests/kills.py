@@ -33,7 +33,6 @@ from pathlib import Path
 import psutil
 
 from minitrain import collectives, launch
-from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.store import Store
 from minitrain.compose.parallelize import parallelize
 from minitrain.compose.trainer import Trainer
@@ -42,6 +41,7 @@ from minitrain.model.data.batches import Text
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch.report import RankError
+from minitrain.systems.simulate.crash_model import Watched
 from tests import patience
 
 CONFIG = GPTConfig(d_model=8, num_layers=1, num_heads=2, max_positions=8, dropout=0.1)
@@ -62,47 +62,21 @@ class Death:
     after_s: float | None = None
 
 
-class Mortal(Disk):
+class Mortal(Watched):
     """Dies at one of its calls; a write has then written half."""
 
     def __init__(self, death: Death | None):
         super().__init__()
         self.death, self.calls = death, 0
 
-    def _count(self) -> bool:
+    def on(self, what, path, call, *args):
         self.calls += 1
-        return self.death is not None and self.calls == self.death.number
-
-    def _or_die(self) -> None:
-        if self._count():
+        if self.death is not None and self.calls == self.death.number:
+            if what == "write":
+                file, offset, data = args
+                call(file, offset, memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
             die(self.death)
-
-    def create(self, path):
-        self._or_die()
-        return super().create(path)
-
-    def write(self, file, offset, data):
-        if self._count():
-            super().write(file, offset, memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
-            die(self.death)
-        super().write(file, offset, data)
-
-    def sync(self, file):
-        self._or_die()
-        super().sync(file)
-
-    def rename(self, path, to):
-        self._or_die()
-        super().rename(path, to)
-        self._or_die()
-
-    def sync_folder(self, path):
-        self._or_die()
-        super().sync_folder(path)
-
-    def remove(self, path):
-        self._or_die()
-        super().remove(path)
+        return call(*args)
 
 
 def die(death: Death) -> None:

@@ -5,13 +5,13 @@ import threading
 
 import torch
 
-from minitrain.checkpoint.disk import Disk
 from minitrain.checkpoint.load import Saved
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import Piece, whole_piece
+from minitrain.systems.simulate.crash_model import Watched
 from tests.parallel import small
 
 DEADLOCK_S = 60  # a test that waits so long has failed
@@ -38,7 +38,7 @@ class Hold:
             self.changed.notify_all()
 
 
-class HeldDisk(Disk):
+class HeldDisk(Watched):
     """Write n of files of ranks is done when more than n are allowed; the call named `broken` fails."""
 
     def __init__(self, allowed=ALL):
@@ -46,35 +46,16 @@ class HeldDisk(Disk):
         self.allowed, self.written, self.changed = allowed, 0, threading.Condition()
         self.broken, self.once = "", False
 
-    def check(self, call):
-        if self.broken == call:
+    def on(self, what, path, call, *args):
+        if self.broken == what:
             self.broken = "" if self.once else self.broken
             raise OSError(28, "No space left on device")
-
-    def create(self, path):
-        self.check("create")
-        return super().create(path)
-
-    def write(self, file, offset, data):
-        self.check("write")
-        if self._paths[file].name.startswith("rank"):
+        if what == "write" and path.name.startswith("rank"):
             with self.changed:
                 assert self.changed.wait_for(lambda: self.allowed > self.written, DEADLOCK_S)
                 self.written += 1
                 self.changed.notify_all()
-        super().write(file, offset, data)
-
-    def sync(self, file):
-        self.check("sync")
-        super().sync(file)
-
-    def rename(self, path, to):
-        self.check("rename")
-        super().rename(path, to)
-
-    def make_folder(self, path):
-        self.check("make_folder")
-        super().make_folder(path)
+        return call(*args)
 
     def allow(self, writes=ALL):
         with self.changed:

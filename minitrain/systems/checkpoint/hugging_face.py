@@ -23,6 +23,7 @@ import csv
 import json
 import math
 import re
+from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -277,14 +278,14 @@ def _is_conv1d(config: GPTConfig, name: str) -> bool:
 # ---- files: plain safetensors, tensor by tensor, so that memory holds one --------------------------------
 
 
-class Tensors(Mapping):
+class Tensors(UserDict):
     """Of a folder as on the hub, model.safetensors or several and an index; each is read when asked for."""
 
     def __init__(self, path: Path):
         index, names = path / "model.safetensors.index.json", {"model.safetensors"}
         if index.exists():
             names = set(json.loads(index.read_text())["weight_map"].values())
-        self._file_of = {}
+        super().__init__()  # {name: the file that has it}
         for file in [path] if path.is_file() else [path / name for name in sorted(names)]:
             try:
                 opened = safe_open(file, "pt")
@@ -292,16 +293,10 @@ class Tensors(Mapping):
                 raise ValueError(f"{file} does not exist: give a folder with model.safetensors") from None
             except SafetensorError as error:
                 raise Damaged(f"{file} is no file of safetensors, or is damaged: {error}") from None
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
+            self.data |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
+        return self.data[name].get_tensor(name)
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple], tensors: Iterable[tuple[str, Tensor]]) -> int:

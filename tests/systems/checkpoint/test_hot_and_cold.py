@@ -14,6 +14,7 @@ from minitrain.checkpoint.saver import NotSaved, Saver
 from minitrain.checkpoint.store import Store, copy_step
 from minitrain.ranks.pieces import Piece
 from minitrain.systems.checkpoint.storage_tiers import Tiers
+from minitrain.systems.simulate.crash_model import Watched
 from tests.checkpoint.saver_runs import some_pieces
 
 
@@ -21,7 +22,7 @@ class Stopped(Exception):
     """The process is gone."""
 
 
-class StoppingDisk(Disk):
+class StoppingDisk(Watched):
     """Fails, for good, after call number `last`; removing a folder takes two, so half of it may be left."""
 
     def __init__(self, last=10**9, error=Stopped):
@@ -33,37 +34,13 @@ class StoppingDisk(Disk):
         if self.calls > self.last:
             raise self.error(5, "Input/output error")
 
-    def create(self, path):
+    def on(self, what, path, call, *args):
         self.call()
-        return super().create(path)
-
-    def write(self, file, offset, data):
-        self.call()
-        super().write(file, offset, data)
-
-    def sync(self, file):
-        self.call()
-        super().sync(file)
-
-    def make_folder(self, path):
-        self.call()
-        super().make_folder(path)
-
-    def sync_folder(self, path):
-        self.call()
-        super().sync_folder(path)
-
-    def rename(self, path, to):
-        self.call()
-        super().rename(path, to)
-
-    def remove(self, path):
-        self.call()
-        if path.is_dir():
+        if what == "remove" and path.is_dir():
             for file in sorted(path.iterdir())[:1]:
                 file.unlink()
             self.call()
-        super().remove(path)
+        return call(*args)
 
 
 def save(tiers, step):
