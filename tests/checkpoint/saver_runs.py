@@ -12,30 +12,11 @@ from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.pieces import Piece, whole_piece
 from minitrain.systems.simulate.crash_model import Watched
+from minitrain.systems.simulate.crashes import SlowCopy as Hold  # noqa: F401  (for tests)
 from tests.parallel import small
 
 DEADLOCK_S = 60  # a test that waits so long has failed
 ALL = 10**9
-
-
-class Hold:
-    """Block n of a snapshot is copied when more than n are allowed."""
-
-    def __init__(self, snapshot, allowed=0):
-        self.snapshot, self.allowed, self.changed, self.real = (
-            snapshot, allowed, threading.Condition(), snapshot.move,
-        )  # fmt: skip
-        snapshot.move = self.move
-
-    def move(self, *args):
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.allowed > self.snapshot.copied, DEADLOCK_S)
-        self.real(*args)
-
-    def allow(self, blocks=ALL):
-        with self.changed:
-            self.allowed = blocks
-            self.changed.notify_all()
 
 
 class HeldDisk(Watched):

@@ -118,7 +118,7 @@ class SlowCopy:
                 raise RuntimeError(f"nobody allowed more than {self.allowed} blocks")
         self.real(*args)
 
-    def allow(self, blocks: int) -> None:
+    def allow(self, blocks: int = 10**9) -> None:
         """So many in all."""
         with self.changed:
             self.allowed = blocks
