@@ -130,27 +130,23 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
     require_one_of(("share", "priority"), policy=policy)
     if micro_s is not None:
         require_positive(micro_s=micro_s)
-    shares, tasks, before = policy == "share", [], ()
+    reductions, all_to_alls = ("reductions", "all-to-alls") if policy == "share" else ("link", "link")
+    tasks, before = [], ()
     for i, (compute, transfer, reduction) in enumerate(layers):
         tasks.append(links.Task(f"compute {i}", "compute", compute, after=before))
         before = (f"compute {i}",)
         pieces = ceil(reduction / micro_s) if micro_s and reduction else bool(reduction)
-        for j in range(pieces):
-            lane = "reductions" if shares else "link"
-            tasks.append(links.Task(f"reduce {i}.{j}", lane, divided(reduction, pieces), ("link",), before))
+        part = divided(reduction, pieces or 1)
+        tasks += [links.Task(f"reduce {i}.{j}", reductions, part, ("link",), before) for j in range(pieces)]
         if transfer:
-            lane = "all-to-alls" if shares else "link"
-            tasks.append(links.Task(f"all-to-all {i}", lane, transfer, ("link",), before))
+            tasks.append(links.Task(f"all-to-all {i}", all_to_alls, transfer, ("link",), before))
             before = (f"all-to-all {i}",)
     run = links.play(tasks, {"link": 1}, by=lambda task: not task.name.startswith("all-to-all"))
-    ends = {task.name: run.end(task.name) for task in tasks}
     took = [
-        ends[f"all-to-all {i}"] - ends[f"compute {i}"]
-        for i, (_, transfer, _) in enumerate(layers)
-        if transfer
+        run.end(f"all-to-all {i}") - run.end(f"compute {i}") for i, (_, sent, _) in enumerate(layers) if sent
     ]
-    reduced = max((end for name, end in ends.items() if name.startswith("reduce")), default=0)
-    return Step(took, reduced, max((end for name, end in ends.items() if name[0] != "r"), default=0))
+    last = lambda kinds: max((run.end(name) for name in run.tasks if name.startswith(kinds)), default=0)
+    return Step(took, last("reduce"), last(("compute", "all-to-all")))
 
 
 class Chunk(NamedTuple):  # seconds for one chunk of a layer

@@ -236,8 +236,6 @@ def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states:
 
 def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int = 0) -> Addresses:
     """Addresses by the tree; or, if that is lower, by best fit."""
-    require_ints(steps=steps, seed=seed)
-    require_one_of([list(range(len(graph.operators)))], numbers=sorted(order))
     group_of = {number: at for at, group in enumerate(segments(graph)) for number in group}
     every = lifetimes_in(graph, order)
     inside: dict[int, list[Lifetime]] = {}

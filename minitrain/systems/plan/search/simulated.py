@@ -22,6 +22,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy
@@ -263,16 +264,12 @@ def _next(path: list, cuts: dict, tree: dict, problem: Problem, explore: float) 
 
 def every_set_of_cuts(problem: Problem) -> SearchResult:
     """The least of all that decisions lead to."""
-    waiting, seen = [{}], [{}]
-    while waiting:
-        for then in moves(waiting.pop(), problem):
+    seen = [{}]
+    for cuts in seen:  # grows
+        for then in moves(cuts, problem):
             if then not in seen:
                 seen.append(then)
-                waiting.append(then)
     return least(seen, pricer(problem))
-
-
-STAGES = (0, 1, 2, 3)
 
 
 class Config(NamedTuple):
@@ -304,30 +301,33 @@ def step_seconds(problem: Problem, config: Config, launch_s: float = 1e-4) -> fl
 
 
 def grid(problem: Problem) -> list[Config]:
-    """Every stage with every microbatch that halves a device's rows."""
+    """Every stage with every microbatch that halves a device's rows, the largest first."""
     rows = problem.rows * problem.microbatches // problem.devices
     halved = [rows >> times for times in range(rows.bit_length()) if rows % (1 << times) == 0]
-    return [Config(zero, size) for zero in STAGES for size in halved]
+    return [Config(zero, size) for zero in range(4) for size in halved]
+
+
+def fitting(problem: Problem) -> list[Config]:
+    return [config for config in grid(problem) if memory(problem, config) <= problem.memory_bytes]
 
 
 def autotune(problem: Problem, run: Callable[[Config], float] | None = None) -> SearchResult:
     """The fastest of what was run; of equal ones that which ran first. Looked at: runs."""
     run = run or (lambda config: step_seconds(problem, config))
-    tried: dict[Config, float] = {}
-    for zero in STAGES:
-        fitting = [c for c in grid(problem) if c.zero == zero and memory(problem, c) <= problem.memory_bytes]
-        before = float("inf")
-        for config in fitting:  # the largest microbatch first
-            tried[config] = run(config)
-            if tried[config] > before:
+    tried: list[tuple[float, Config]] = []
+    for _, stage in groupby(fitting(problem), key=lambda config: config.zero):
+        before = math.inf
+        for config in stage:
+            time = run(config)
+            tried.append((time, config))
+            if time > before:
                 break
-            before = tried[config]
-    time, best = cheapest(((time, config) for config, time in tried.items()), problem.memory_bytes)
+            before = time
+    time, best = cheapest(tried, problem.memory_bytes)
     return SearchResult(best, time, len(tried))
 
 
 def every_config(problem: Problem) -> SearchResult:
     """The fastest of the whole grid that fits; looked at: the grid."""
-    fitting = (config for config in grid(problem) if memory(problem, config) <= problem.memory_bytes)
-    best = least(fitting, lambda config: step_seconds(problem, config))
+    best = least(fitting(problem), lambda config: step_seconds(problem, config))
     return best._replace(looked_at=len(grid(problem)))
