@@ -11,7 +11,6 @@ from typing import NamedTuple
 from minitrain.plan.accounting import zero_bytes
 from minitrain.plan.planner import Task, search
 from minitrain.plan.predict.predicted_step import Prediction
-from minitrain.plan.predict.rates import Rates
 from minitrain.plan.predict.work import WorkOf
 from minitrain.ranks.checks import require_positive
 
@@ -34,12 +33,12 @@ class Finish(NamedTuple):
     seconds: float  # for all tokens
 
 
-def race(tasks: Iterable[Task], tokens: float, work_of: WorkOf, rates: Rates | None = None) -> list[Finish]:
+def race(tasks: Iterable[Task], tokens: float, work_of: WorkOf) -> list[Finish]:
     require_positive(tokens=tokens)
     found = []
     for task in tasks:
         try:
-            best = search(task, work_of, rates)[0]
+            best = search(task, work_of)[0]
             found.append(Finish(task, best, best.step_s * tokens / (task.batch * task.length)))
         except ValueError:
             found.append(Finish(task, None, inf))

@@ -62,11 +62,10 @@ def pipemoe_s(r: int, rows: float, transfer: Line, work: Line) -> float:
     return max(2 * r * transfer(rows / r), 2 * transfer(rows / r) + r * work(rows / r))
 
 
-def pipemoe_degree(rows: float, transfer: Line, work: Line, most: int = 16) -> int:
-    """The best r of 1 .. most: `pipemoe_s` is the larger of a rising line and a curve with one valley, lowest
+def pipemoe_degree(rows: float, transfer: Line, work: Line) -> int:
+    """The best r of 1 .. 16: `pipemoe_s` is the larger of a rising line and a curve with one valley, lowest
     at r² = 2 beta rows / alpha of the work."""
-    require_ints(1, 1 << 12, most=most)
-    return min(range(1, most + 1), key=lambda r: (pipemoe_s(r, rows, transfer, work), r))
+    return min(range(1, 17), key=lambda r: (pipemoe_s(r, rows, transfer, work), r))
 
 
 def pipemoe_events(r: int, rows: float, ranks: int, row_bytes: float, row_flops: float) -> list[Event]:

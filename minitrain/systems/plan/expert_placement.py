@@ -22,7 +22,7 @@ from itertools import chain, product
 from typing import NamedTuple
 
 from minitrain.plan.simulate.machines import Machine
-from minitrain.ranks.checks import MOST, require_ints, require_nonempty, require_positive_ints, require_text
+from minitrain.ranks.checks import MOST, require_ints, require_nonempty, require_positive_ints
 
 Counts = Sequence[Sequence[int]]
 Holders = tuple[tuple[int, ...], ...]
@@ -48,12 +48,11 @@ class Costs(NamedTuple):  # seconds
     carry: float  # of an expert's weights over a link
 
 
-def costs_of(machine: Machine, d_model: int, d_ff: int, matrices: int = 2, dtype: str = "bfloat16") -> Costs:
+def costs_of(machine: Machine, d_model: int, d_ff: int, matrices: int = 2) -> Costs:
     """Of experts of `matrices` matrices (3 if gated), 2 bytes per element, a device a node's link away."""
     require_positive_ints(d_model=d_model, d_ff=d_ff, matrices=matrices)
-    require_text(dtype=dtype)
     weights, bytes_per_s = matrices * d_model * d_ff, machine.inter_bytes_per_s
-    flops_per_s = machine.device.peak(dtype) * machine.compute_efficiency
+    flops_per_s = machine.device.peak("bfloat16") * machine.compute_efficiency
     return Costs(2 * weights / flops_per_s, 2 * d_model / bytes_per_s, 2 * weights / bytes_per_s)
 
 

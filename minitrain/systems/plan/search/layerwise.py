@@ -30,8 +30,8 @@ from typing import NamedTuple
 from minitrain.systems.plan.search.problem import Graph, Option, Problem, SearchResult, cheapest, every
 
 
-def optcnn(problem: Problem, unit: str = "seconds") -> SearchResult:
-    return eliminate(problem.graph(unit=unit))
+def optcnn(problem: Problem) -> SearchResult:
+    return eliminate(problem.graph())
 
 
 def eliminate(graph: Graph) -> SearchResult:
