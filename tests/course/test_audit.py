@@ -17,9 +17,7 @@ def fits(report: str, **by_hand: float) -> None:
 
 
 def wrong(report: str) -> set[str]:  # that may be, each alone
-    found = suspects(reports()[report])
-    assert all(len(one) == 1 for one in found)
-    return {name for one in found for name in one}
+    return {name for (name,) in suspects(reports()[report])}
 
 
 def test_a_number_is_as_exact_as_its_digits_and_two_relations_find_one():
@@ -28,17 +26,13 @@ def test_a_number_is_as_exact_as_its_digits_and_two_relations_find_one():
     layout = dict(devices="96", tp="2", pp="4", dp="13")
     assert suspects(layout) == [{"devices": (104, 104)}, {"dp": (12, 12)}]  # not tp, pp: 96 / 52 is not whole
     assert suspects(layout | dict(rows="2", batch="24")) == [{"dp": (12, 12)}]
-    apart = "cost price gpu_hours", "sram_bytes cores core_bytes", "text_bytes bytes_per_token tokens"
-    broken = dict(zip(" ".join((*apart, "node_bytes per_node device_bytes")).split(), ["9", "1", "1"] * 4))
-    for printed, said in ((dict(days="-1"), "positive number"), (broken, "more than 3 of cost, ")):
-        with pytest.raises(ValueError, match=said):
-            suspects(printed)
+    assert "text_bytes" in wrong("15T tokens") and "tokens" in wrong("WanJuan-CC in the survey")
+    with pytest.raises(ValueError, match="printed = '-1'; use a positive number"):
+        suspects(dict(days="-1"))
 
 
 def test_case_codegeex_13b():
-    fits(
-        "CodeGeeX-13B", devices=192 * 8, nodes=1536 / 8, mfu=6 * 12.9e9 * 850e9 / (1536 * 60 * 86400 * 256e12)
-    )
+    fits("CodeGeeX-13B", devices=192 * 8, mfu=6 * 12.9e9 * 850e9 / (1536 * 60 * 86400 * 256e12))
     assert 12 * 39 * 5120**2 == 12_268_339_200 and 12 * 40 * 5120**2 + 52_224 * 5120 == 12_850_298_880
 
 
@@ -49,14 +43,7 @@ def test_case_gpt_neox_20b():
 
 
 def test_case_glm_130b():
-    fits(
-        "GLM-130B",
-        devices=24 * 4 * 8,
-        microbatches=4224 / 24,
-        hfu=135 / 312,
-        mfu=135 / 312 * 3 / 4,
-        days=46.4,
-    )
+    fits("GLM-130B", devices=24 * 4 * 8, microbatches=4224 / 24, hfu=135 / 312, mfu=135 / 416, days=46.4)
     assert round(training_days(130e9, 400e9, 768, 135e12, 8), 1) == 46.4 and hfu(0.325, 1) == 0.325 * 4 / 3
     assert "days" in wrong("GLM-130B, 60 days") and round(100 * 7 / (176 + 7), 1) == 3.8
 
@@ -71,9 +58,7 @@ def test_case_bloom_176b():
     rate = 6 * 176_247_271_424 * 366e9 / (1_082_990 * 3600)
     fits("BLOOM-176B", devices=8 * 4 * 12, days=1_082_990 / 384 / 24, mfu=rate / 312e12)
     by_hand = 12 * 70 * 14_336**2 + 13 * 70 * 14_336 + 250_880 * 14_336 + 4 * 14_336
-    assert (
-        parameters(presets["bloom-176b"]) == by_hand == 176_247_271_424 and round(rate / 3.12e12, 1) == 31.8
-    )
+    assert parameters(presets["bloom-176b"]) == by_hand == 176_247_271_424
 
 
 def test_case_mtnlg_530b():
@@ -89,11 +74,7 @@ def test_toy_100b_8x4():
     found = suspects(reports()["100B on 8 x 4"])
     assert {"devices": (128, 128), "per_node": (16, 16)} in found and all(len(one) == 2 for one in found)
     zero = [zero_bytes(100e9 / 4, 8, stage) / 1e9 for stage in (0, 1, 3)]
-    assert (zero[0], zero[1], zero[2], 16 * 100 / 32) == (400, 137.5, 50, 50) and (
-        32 / 8,
-        100 / 4,
-        96 / 4,
-    ) == (4, 25, 24)
+    assert zero == [16 * 25, (4 + 12 / 8) * 25, 16 * 25 / 8]
 
 
 def test_case_deepseek_v3():
@@ -106,10 +87,8 @@ def test_case_llama3_405b():
     fits("Llama 3 405B, 8,192 GPUs", devices=8 * 16 * 64, mfu=430 / 989.5)
     fits("Llama 3 405B, 16,384 GPUs", devices=8 * 16 * 128, mfu=400 / 989.5)
     assert suspects(reports()["Llama 3 405B, long"]) == [{"dp": (8, 8)}] and 8 * 16 * 16 * 4 == 8192
-    assert (
-        "days" in wrong("Llama 3 405B, 54 days")
-        and round(training_days(405e9, 15.6e12, 16_384, 400e12)) == 67
-    )
+    assert "days" in wrong("Llama 3 405B, 54 days")
+    assert round(training_days(405e9, 15.6e12, 16_384, 400e12)) == 67
     fits("Llama 3 405B, model card", days=30.84e6 / 16_384 / 24)
 
 
@@ -132,16 +111,8 @@ def test_cerebras_cs2():
 
 
 def test_case_megascale():
-    per_token = 6 * 175e9 + 6 * 96 * 2048 * 12_288  # a causal attention, as the paper counts it
-    rate = 6144 * 2048 / 6.34
+    rate, per_token = 6144 * 2048 / 6.34, 6 * 175e9 + 6 * 96 * 2048 * 12_288  # with a causal attention
     fits("MegaScale 175B, 300B tokens", days=300e9 / rate / 86400)
     assert abs(per_token / 1.0645e12 - 1) < 1e-4 and abs(mfu(rate, per_token, 12_288, 312e12) - 0.552) < 0.001
     ((found,),) = [[*one.items()] for one in suspects(reports()["MegaScale 175B"])]
     assert found[0] == "total_rate" and found[1][0] <= 1984e3 * 1.0645e12 <= found[1][1] < 2166.3e15
-
-
-def test_surveys_of_data():
-    for report in ("15T tokens", "WanJuan-CC in the survey"):
-        assert wrong(report) == {"tokens", "bytes_per_token", "text_bytes"}
-    fits("WanJuan-CC", text_bytes=1.0e12 * 2)
-    fits("PaLM 540B", mfu=238.3e3 * 6 * 540e9 / (275e12 * 6144))

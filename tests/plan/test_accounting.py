@@ -39,6 +39,7 @@ from minitrain.plan.accounting import (
     zero_bytes,
 )
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.plan.published import published
 
 DEEPSEEK_V2 = GPTConfig(
     vocab_size=102_400, d_model=5120, num_layers=60, num_heads=128, head_dim=128, d_ff=12_288, kv_latent=512,
@@ -159,34 +160,24 @@ def test_parts_add_up():
 
 # ---- published runs --------------------------------------------------------------------------------------
 
-# billions, heads, width, layers, GPUs, batch, TFLOP/s per GPU, % of peak, PFLOP/s of Narayanan et al. 2021,
-# table 1
-MEGATRON = [
-    (1.7, 24, 2304, 24, 32, 512, 137, 44, 4.4),
-    (3.6, 32, 3072, 30, 64, 512, 138, 44, 8.8),
-    (7.5, 32, 4096, 36, 128, 512, 142, 46, 18.2),
-    (18.4, 48, 6144, 40, 256, 1024, 135, 43, 34.6),
-    (39.1, 64, 8192, 48, 512, 1536, 138, 44, 70.8),
-    (76.1, 80, 10_240, 60, 1024, 1792, 140, 45, 143.8),
-    (145.6, 96, 12_288, 80, 1536, 2304, 148, 47, 227.1),
-    (310.1, 128, 16_384, 96, 1920, 2160, 155, 50, 297.4),
-    (529.6, 128, 20_480, 105, 2520, 2520, 163, 52, 410.2),
-    (1008.0, 160, 25_600, 128, 3072, 3072, 163, 52, 502.0),
-]
+# TFLOP/s per GPU, % of peak and PFLOP/s of Narayanan et al. 2021, table 1, by billions of parameters
+MEGATRON = {
+    "1.7B": (137, 44, 4.4), "3.6B": (138, 44, 8.8), "7.5B": (142, 46, 18.2), "18.4B": (135, 43, 34.6),
+    "39.1B": (138, 44, 70.8), "76.1B": (140, 45, 143.8), "145.6B": (148, 47, 227.1),
+    "310.1B": (155, 50, 297.4), "529.6B": (163, 52, 410.2), "1008B": (163, 52, 502.0),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("row", MEGATRON, ids=lambda row: f"{row[0]}B")
-def test_narayanan_table_1(row):
-    billions, heads, width, layers, gpus, _, tflops, percent, pflops = row
-    blocks = 12 * layers * width**2
-    counted = blocks * (1 + 13 / (12 * width) + (51_200 + 2048) / (12 * layers * width))  # equation 2
-    assert abs(counted / 1e9 - billions) < 0.051
-    assert round(100 * tflops / 312) == percent and near(tflops * gpus / 1e3, pflops, 0.004)
-    model = GPTConfig(
-        vocab_size=51_200, d_model=width, num_layers=layers, num_heads=heads, max_positions=2048,
-        norm="layer", positions="learned", activation="gelu", bias=True, tied=True,
-    )  # fmt: skip
-    assert abs(parameters(model) - counted - 2 * width) < 1  # equation 2 leaves out the last norm
+@pytest.mark.parametrize("name", MEGATRON)
+def test_narayanan_table_1(name):
+    tflops, percent, pflops = MEGATRON[name]
+    (run,) = (row.run for row in published() if row.name == f"Nar21 {name}")
+    width, layers = run.model.d_model, run.model.num_layers
+    more = 1 + 13 / (12 * width) + (51_200 + 2048) / (12 * layers * width)
+    counted = 12 * layers * width**2 * more  # equation 2, which leaves out the last norm
+    assert abs(counted / 1e9 - float(name[:-1])) < 0.051
+    assert abs(parameters(run.model) - counted - 2 * width) < 1
+    assert round(100 * tflops / 312) == percent and near(tflops * run.strategy.ranks / 1e3, pflops, 0.004)
 
 
 def test_narayanan_flops_are_four_forwards():
