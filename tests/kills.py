@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,14 +70,22 @@ class Mortal(Watched):
         super().__init__()
         self.death, self.calls = death, 0
 
-    def on(self, what, path, call, *args):
+    def count(self, last: Callable = lambda: None) -> None:
         self.calls += 1
         if self.death is not None and self.calls == self.death.number:
-            if what == "write":
-                file, offset, data = args
-                call(file, offset, memoryview(data).cast("B")[: memoryview(data).nbytes // 2])
+            last()
             die(self.death)
-        return call(*args)
+
+    def on(self, what, path, call, *args):
+        if what == "write":
+            file, offset, data = args
+            self.count(lambda: call(file, offset, memoryview(data).cast("B")[: memoryview(data).nbytes // 2]))
+        elif what != "make_folder":
+            self.count()
+        made = call(*args)
+        if what == "rename":  # also right after it
+            self.count()
+        return made
 
 
 def die(death: Death) -> None:
