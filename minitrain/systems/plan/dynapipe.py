@@ -211,12 +211,11 @@ def delayed(steps: int, compute: Number, reduce: Number, bound: int) -> Fraction
     """Time from step to step: t waits for the sums, one by one, of all but the last `bound` gradients."""
     require_positive_ints(steps=steps)
     require_nonnegative(compute=compute, reduce=reduce, bound=bound)
-    now, summed, begun = 0, [], []
+    now, begun, summed = 0, [], [0] * (min(bound, steps) + 1)  # the first steps wait for nothing
     for t in range(steps):
-        if t > bound:
-            now = max(now, summed[t - bound - 1])
+        now = max(now, summed[t])
         begun.append(now)
         now += compute
-        summed.append(max(now, summed[-1] if summed else 0) + reduce)
+        summed.append(max(now, summed[-1]) + reduce)
     half = steps // 2
     return Fraction(begun[-1] - begun[half]) / max(steps - 1 - half, 1)

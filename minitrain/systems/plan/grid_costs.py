@@ -18,7 +18,6 @@ Cannon's 2p^(3/2) - 2√p messages.
 
 import math
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive, require_positive_ints
@@ -146,8 +145,8 @@ def _product_rotated(m: int, k: int, n: int, grid: Grid, index: int) -> tuple:
 
 def crossover(layer: Layer, what: str = "forward", most: int = 2**20) -> int | None:
     """The smallest square 1 < p <= most at which 2-D has less of `what`, an attribute of Cost, than 1-D."""
-    of = attrgetter(what)
+    of = lambda kind, side: getattr(cost(layer, Grid(kind, side)), what)
     for side in range(2, math.isqrt(most) + 1):
-        if of(cost(layer, Grid("2-D", side))) < of(cost(layer, Grid("1-D", side**2))):
+        if of("2-D", side) < of("1-D", side**2):
             return side**2
     return None

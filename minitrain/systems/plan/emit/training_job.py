@@ -25,10 +25,9 @@ Values = dict[str, object]
 STRATEGY = {field.name: field.default for field in fields(Strategy)}
 MODEL = {field.name: field.default for field in fields(GPTConfig) if field.name != "experts"}
 EXPERTS = {field.name: field.default for field in fields(ExpertsConfig)}
-SIZES = {"rows": 1, "length": 1}
 FORMAT = 1
 KEYS = ("format", "strategy", "model", "rows", "length")
-DEFAULTS: Values = {**STRATEGY, **MODEL, **EXPERTS, "num_experts": 0, **SIZES}
+DEFAULTS: Values = {**STRATEGY, **MODEL, **EXPERTS, "num_experts": 0, "rows": 1, "length": 1}
 
 
 @dataclass(frozen=True)
