@@ -20,13 +20,14 @@ arXiv:2301.06813. Differs: fronts are of chains; HyPar's sums are reduce-scatter
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from math import inf, prod
 from typing import NamedTuple
 
+from minitrain.pipeline.partition import undominated
 from minitrain.systems.plan.search.problem import Graph, Option, Problem, SearchResult, cheapest, every
 
 
@@ -79,28 +80,19 @@ def tensoropt(problem: Problem) -> SearchResult:
 
 
 def frontier(graph: Graph, cap: float = inf) -> tuple[list[Point], int]:
-    """The front of a chain within `cap`, the fastest first, and how many sums that took."""
+    """The front of a chain within `cap`, the fastest first, and how many sums that took. Of points equal in
+    both the one with the first picks."""
     if any(j != i + 1 for i, j in graph.edge):
         raise ValueError(f"edges {sorted(graph.edge)} are no chain; take out the skips")
-    at = [[(own, size, (a,))] for a, (own, size) in enumerate(zip(graph.node[0], graph.memory[0]))]
+    unbeaten = lambda points: undominated(sorted(point for point in points if point[0][1] <= cap))
+    at = [[((own, size), (a,))] for a, (own, size) in enumerate(zip(graph.node[0], graph.memory[0]))]
     looked_at = len(at)
     for j in range(1, len(graph.options)):
-        into, grown = graph.edge[j - 1, j], []
+        into, before, at = graph.edge[j - 1, j], list(chain(*at)), []
         for b, (own, size) in enumerate(zip(graph.node[j], graph.memory[j])):
-            points = [(s + into[p[-1]][b] + own, m + size, (*p, b)) for front in at for s, m, p in front]
-            looked_at += len(points)
-            grown.append(unbeaten(point for point in points if point[1] <= cap))
-        at = grown
-    return unbeaten(point for front in at for point in front if point[1] <= cap), looked_at
-
-
-def unbeaten(points: Iterable[Point]) -> list[Point]:
-    """The fastest first; of points equal in both the one with the first picks."""
-    kept: list[Point] = []
-    for point in sorted(points):
-        if not kept or point[1] < kept[-1][1]:
-            kept.append(point)
-    return kept
+            at.append(unbeaten(((s + into[p[-1]][b] + own, m + size), (*p, b)) for (s, m), p in before))
+            looked_at += len(before)
+    return [(*costs, picks) for costs, picks in unbeaten(chain(*at))], looked_at
 
 
 HYPAR_SHARDINGS = ("dp", "row")  # model parallelism: each device has the weights of some inputs
