@@ -32,7 +32,6 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.gpt import GPT, Stages, cross_entropy_sum
 from minitrain.model.layers import Hooks
 from minitrain.model.mixture import RouterLosses, mixtures
-from minitrain.model.training.optim import sum_of_squares
 from minitrain.model.training.step import Batch, accumulate
 from minitrain.pipeline.partition import even
 from minitrain.pipeline.runtime import Runner, RunnerHooks, WholeStages
@@ -407,10 +406,7 @@ def save_memory(build: Build) -> None:
 def clip_late(build: Build) -> None:
     if not build.strategy.post_validation:
         return
-    params = [param for group in build.sync.param_groups for param in group["params"]]
-    like = torch.zeros((), dtype=torch.float64, device=next(build.module.parameters()).device)
-    squares = partial(sum_of_squares, params, like)
-    build.late = PostValidation(build.sync, math.inf, build.mesh.group("pp"), squares)
+    build.late = PostValidation(build.sync, math.inf, build.mesh.group("pp"))
     build.runner_hooks.append(build.late)
 
 

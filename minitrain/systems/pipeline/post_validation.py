@@ -15,36 +15,34 @@ Qi et al. 2023 (Zero Bubble), arXiv:2401.10241, section 4. Differs: theirs undoe
 """
 
 import copy
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from minitrain.model.training.optim import sum_of_squares
 from minitrain.pipeline.lower import pause
 from minitrain.pipeline.runtime import Runner, RunnerHooks
 from minitrain.ranks import collectives
 from minitrain.ranks.random_state import random_state, set_random_state
-from minitrain.ranks.sharding import placement
 from minitrain.ranks.torch_private import tree_leaves
 
 
 class PostValidation(RunnerHooks):
-    """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm`: the last checked.
-    Where parameters are cut over other groups (tp, ZeRO) `squares()` is optim.sum_of_squares of the stage."""
+    """`group` has the stages in order; `optimizer` is one of torch's, or a Sync; `norm`: the last checked."""
 
-    def __init__(self, optimizer, max_norm: float, group: ProcessGroup, squares: Callable | None = None):
+    def __init__(self, optimizer, max_norm: float, group: ProcessGroup):
         self.optimizer, self.max_norm, self.group = optimizer, max_norm, group
         self.inner = getattr(optimizer, "optimizer", optimizer)  # a Sync's; None on a frozen stage
         self.params = [param for settings in optimizer.param_groups for param in settings["params"]]
-        self.sum_squares = squares or self.squares_of_whole
+        some = next(iter((*self.params, *getattr(optimizer, "names", ()))))  # names: of a frozen stage
+        like = torch.zeros((), dtype=torch.float64, device=some.device)
+        self.sum_squares = partial(sum_of_squares, self.params, like)
         self.unchecked, self.norm = False, None
         self.sending: list[collectives.Handle] = []
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: must be > 0")
-        if squares is None and any(placement(param).cut_over for param in self.params):
-            rule = "give squares=, which sums over those ranks"
-            raise ValueError(f"parameters are cut over other ranks; {rule}")
 
     param_groups = property(lambda self: self.optimizer.param_groups)
 
@@ -139,15 +137,6 @@ class PostValidation(RunnerHooks):
     def set(self, settings: list[dict]) -> None:
         for group, values in zip(self.param_groups, settings):
             group.update(values)
-
-    def squares_of_whole(self) -> Tensor:
-        some = next(iter((*self.params, *getattr(self.optimizer, "names", ()))))  # names: of a frozen stage
-        total = torch.zeros((), dtype=torch.float64, device=some.device)
-        for param in self.params:
-            copies = placement(param).copies
-            if param.grad is not None and (copies is None or copies.rank() == 0):
-                total += torch.linalg.vector_norm(param.grad, dtype=torch.float64).square()
-        return total
 
     def scale(self) -> float:
         """The factor for all gradients; 1 if nothing is clipped (as optim.clip_grad_norm)."""
