@@ -201,21 +201,19 @@ def least_memory(graph: Graph, *, most_states: int = 100_000) -> list[int]:
     # Below this no order comes: the largest operator with all that it reads and writes.
     peak = max((graph.bytes({*one.reads, *one.writes}) for one in graph.operators), default=0)
     for group in segments(graph):
-        peak, found = _searched(graph, group, done, live, peak, most_states)
-        for number in found:
-            live += graph.after(number, done)
-            done |= 1 << number
+        peak, done, live, found = _searched(graph, group, done, live, peak, most_states)
         order += found
     return order
 
 
 def _searched(graph: Graph, group, done: int, live: int, peak: int, most_states: int) -> tuple:
-    """The lowest peak, at least `peak`, with which the group runs after `done`, and an order that has it."""
+    """The lowest peak, at least `peak`, with which the group runs after `done`; what is done and lives then;
+    and an order that has it."""
     waiting, seen = [(peak, 0, done, live, ())], set()  # the lowest peak first, then the longest order
     while True:
         peak, _, state, live, order = heappop(waiting)
         if len(order) == len(group):
-            return peak, order
+            return peak, state, live, order
         if state in seen:
             continue
         seen.add(state)

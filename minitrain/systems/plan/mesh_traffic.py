@@ -86,33 +86,28 @@ def _data(config: GPTConfig, s: Any, layers: list[int]) -> Fraction:
     per_number = {0: 2 * g, 1: g + w, 2: m * g + w, 3: m * g + 2 * m * w}[s.zero]
     over, sent = ranks * s.tp if s.sequence_parallel else ranks, Fraction(0)
     for layer in layers:
-        cut, whole = layer_parameters(config, layer)
+        cut, whole, experts = layer_parameters(config, layer)
         sent += share(ranks) * Fraction(cut, s.tp) + share(over) * whole
-        sent += share(ranks // s.ep) * Fraction(expert_parameters(config, layer), s.tp * s.ep)
+        sent += share(ranks // s.ep) * Fraction(experts, s.tp * s.ep)
     return per_number * sent
 
 
-def layer_parameters(config: GPTConfig, layer: int) -> tuple[int, int]:
-    """(cut by tp, whole) without routed experts: of the embedding, a block or the head."""
+def layer_parameters(config: GPTConfig, layer: int) -> tuple[int, int, int]:
+    """(cut by tp, whole, of all routed experts): of the embedding, a block or the head."""
     D, one_norm = config.d_model, config.d_model * (2 if config.norm == "layer" and config.bias else 1)
     if layer == 0:
         positions = config.max_positions * D if config.positions == "learned" else 0
-        return config.vocab_size * D, positions + config.embedding_norm * one_norm
+        return config.vocab_size * D, positions + config.embedding_norm * one_norm, 0
     if layer == config.num_layers + 1:
-        return config.vocab_size * D, one_norm * (config.residual in ("pre", "parallel"))
+        return config.vocab_size * D, one_norm * (config.residual in ("pre", "parallel")), 0
     behind = D * config.bias  # the bias of a matrix that is cut by rows is added once, behind the sum
     attention = attention_parameters(config) - behind
     if experts := config.experts_in(layer):
         shared = config.experts.shared_experts * config.expert_width
         shared = mlp_parameters(config, width=shared) if shared else 0  # tp = 1, so nothing of it is cut
-        return attention + shared, 2 * one_norm + behind + D * experts
-    return attention + mlp_parameters(config) - behind, 2 * (one_norm + behind)
-
-
-def expert_parameters(config: GPTConfig, layer: int) -> int:
-    """All routed experts of a block."""
-    experts = config.experts_in(layer) if 1 <= layer <= config.num_layers else 0
-    return experts * mlp_parameters(config, True, config.expert_width) if experts else 0
+        routed = experts * mlp_parameters(config, True, config.expert_width)
+        return attention + shared, 2 * one_norm + behind + D * experts, routed
+    return attention + mlp_parameters(config) - behind, 2 * (one_norm + behind), 0
 
 
 def _check(config: GPTConfig, s: Any) -> None:

@@ -186,7 +186,6 @@ def repeated(layer: Sequence[RecomputeTask], windows: Sequence, layers: int, roo
     """A plan for one layer with its part of the room, taken for all: a search as long as one layer's. The
     first layer of the backward, which has no windows, has a plan of its own. HEU."""
     tasks, all_windows = backward_of(layer, windows, layers)
-    check_tasks(tasks, all_windows, room)
     places = [*optimal([task._replace(last=-1) for task in layer], windows, room // layers).places]
     one = optimal(layer, windows, room // layers).places
     for number in range(layers - 1):

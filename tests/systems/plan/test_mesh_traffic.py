@@ -82,7 +82,7 @@ def test_traffic_per_parallelism():
     sent = sent_by_axis(config, strategy, rows=d * m, length=s, stage=1)
     assert sent["tp"] == Fraction(8 * (t - 1), t) * s * h * 2 * layers // p * m
     assert sent["pp"] == 4 * m * 1 * s * h
-    cut, whole = layer_parameters(config, 1)
+    cut, whole, _ = layer_parameters(config, 1)
     held = layers // p * (Fraction(cut, t) + whole)
     assert sent["dp"] == Fraction(2 * (d - 1), d) * held * 2
     assert abs(held / Fraction(parameters(config), t * p) - 1) < 0.02  # P / (t p), but for the ends
