@@ -40,7 +40,7 @@ BUDGETS = {  # lines of Python, and of wrong solutions, as `wc -l` counts them: 
         24_000,
         24_000,
     ),
-    "minitrain/systems": (["minitrain/systems"], [], 24_887, 25_000),
+    "minitrain/systems": (["minitrain/systems"], [], 24_879, 25_000),
     "minitrain/course": (["minitrain/course"], [], 8_000, 8_000),
     "exercises/wrong": (["exercises/wrong"], [], 9_699, 12_000),  # 400 a chapter
     "tests": (["tests"], [], 69_975, 70_000),
