@@ -15,12 +15,42 @@ from pathlib import Path
 from minitrain.course.notebook import CHAPTERS, chapters, heading
 
 ROOT = CHAPTERS.parent
+MAP, TABLE = ROOT / "docs" / "map.md", re.compile(r"^\| path \|.*\n(\|.*\n)+", re.M)  # of reading paths
 WORDS, CODE_LINES, OUTPUT_LINES = 200, 8, 30  # that are read in a minute; a picture takes one too
 SHOWN = re.compile(
     r"\[`(minitrain/[\w/]+\.py):(\d+)`\]\(\.\./minitrain/[\w/]+\.py#L\d+\)(.*\n\n```python\n)(.*)"
 )
 NOT_READ = re.compile(r"\]\([^)]*\)|^\*\*Time\*\*.*|^---\n.*\(../docs/map.md\).*", re.M)
 CODE = re.compile(r"(```.*?```|\[[^]\n]*\]\([^)\n]*\)|^#.*?$)", re.S | re.M)  # what no link is put into
+
+
+PATHS = {  # whose path: what for, its chapters
+    "fine-tuner": ("adapts a model on one node", "00 01 03 04 05 15 17 18 19 24"),
+    "pre-trainer": (
+        "trains a model on a cluster",
+        "00 01 02 03 04 06 08 09 10 11 13 14 15 17 19 20 21 22 23 29",
+    ),
+    "researcher": (
+        "takes a technique apart, or adds one",
+        "00 01 02 03 04 05 06 07 08 09 10 11 12 13 14 14b 15 16 17 18 18b 22 23 25 28",
+    ),
+    "platform engineer": (
+        "keeps the cluster and its jobs running",
+        "00 02 03 04 10 19 20 21 22 23 24 25 26 27 29",
+    ),
+}
+
+
+def paths() -> str:
+    """The table of reading paths: whose, what for, chapters, hours of their core paths."""
+    known = chapters()
+    core = {number: minutes(json.loads(path.read_text())["cells"])[1] for number, path in known.items()}
+    lines = ["| path | who | chapters | hours, core paths |", "|---|---|---|---|"]
+    for name, (who, listed) in PATHS.items():
+        on = [number for number in listed.split() if number in known]
+        links = ", ".join(f"[{number}](../notebooks/{known[number].name})" for number in on)
+        lines.append(f"| {name} | {who} | {links} | {sum(core[number] for number in on) / 60:.0f} |")
+    return "\n".join(lines)
 
 
 def minutes(cells: list[dict]) -> tuple[int, int]:
@@ -62,7 +92,7 @@ def set_right(notebook: dict, number: str) -> dict:
             shown = output.get("data", {}).get("text/markdown")
             if shown:
                 output["data"]["text/markdown"] = _lines(_at_its_line("".join(shown)))
-    sources[0] = _facts(sources[0], *minutes(cells))
+    sources[0] = _facts(sources[0], number, *minutes(cells))
     sources[-1] = _with_neighbours(sources[-1], number, list(known))
     for cell, source in zip(cells, sources):
         cell["source"] = _lines(source)
@@ -100,10 +130,13 @@ def _linked(text: str, number: str) -> str:
     return "".join(parts)
 
 
-def _facts(first: str, total: int, core: int) -> str:
-    """The line of facts below a chapter's title: times as counted, every module a link."""
+def _facts(first: str, number: str, total: int, core: int) -> str:
+    """The line of facts below a title: times as counted, modules as links, the paths that it is on."""
+    on = [f"[{name}](../docs/map.md)" for name, (_, listed) in PATHS.items() if number in listed.split()]
     return "\n".join(
-        _modules(_times(line, total, core)) if line.startswith("**Time**") else line
+        _modules(_times(line.partition(" · **Paths**")[0], total, core)) + " · **Paths** " + ", ".join(on)
+        if line.startswith("**Time**")
+        else line
         for line in first.split("\n")
     )
 
@@ -159,6 +192,7 @@ def _at_its_line(shown: str) -> str:
 
 
 def main() -> None:
+    MAP.write_text(TABLE.sub(lambda _: paths() + "\n", MAP.read_text()))
     for number, path in chapters().items():
         before = path.read_text()
         notebook = set_right(json.loads(before), number)

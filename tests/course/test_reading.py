@@ -57,6 +57,11 @@ def sources_shown(number: str) -> str:
     return "\n\n\n".join([cell["source"] for cell in cells(number, "code")] + shown)
 
 
+def test_reading_paths_are_those_of_the_map_and_leave_no_chapter_out():
+    assert reading.paths() in reading.MAP.read_text()  # run: python -m minitrain.course.reading
+    assert {*CHAPTERS} <= {number for _, listed in reading.PATHS.values() for number in listed.split()}
+
+
 @pytest.mark.parametrize("number", CHAPTERS)
 class TestChapter:
     def test_what_follows_from_the_rest_is_set(self, number):
