@@ -68,8 +68,7 @@ class TestChapter:
         """Times as counted, links to modules, exercise, papers and neighbours, sources at their present line."""
         found = json.loads(CHAPTERS[number].read_text())
         before = json.dumps(found)
-        # run: python -m minitrain.course.reading
-        assert json.dumps(reading.set_right(found, number)) == before
+        assert json.dumps(reading.set_right(found, number)) == before  # python -m minitrain.course.reading
 
     def test_the_core_path_takes_an_hour(self, number):
         """What does not fit is an optional section, which nothing in the core path needs, or an appendix."""
