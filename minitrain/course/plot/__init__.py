@@ -23,6 +23,7 @@ First  charts              what each rank does when, what fills its memory when,
        network_charts      who meets on a cable, an all-reduce on many networks
        cluster_charts      who has which devices, or a link, when
        kernel_charts       blocks that programs touch, loads beside products, seconds by size of tile
+       report_charts       what a report's numbers have to do with each other, predicted over published
 beside style               one palette named by meaning, one style
        controls            sliders and menus above a picture that follows them
        svg                 words, axes and legends of the pictures that widgets draw at every drag
