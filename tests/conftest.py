@@ -4,7 +4,7 @@ Tests run side by side, and ranks beside them: threads of a caller's small sums 
 (a check took 13 times as long), so torch gets one in every process, the notebooks' kernels too. Hypothesis
 draws the same examples in every run and never looks at the clock: a test that fails does so again.
 
-Ranks compare the headers of collectives, as many messages again, in tests of `ranks` and of random layouts.
+Ranks compare the headers of collectives, as many messages again, but in tests of the techniques (UNCHECKED).
 Tests marked `slow` are the largest cases of what others show at a smaller size, 10 processor seconds and more:
 with --runslow they run, too (`make test ARGS=--runslow`).
 
@@ -26,6 +26,8 @@ import torch  # noqa: E402
 from minitrain.course import atlas  # noqa: E402
 from tests.proved import Proved  # noqa: E402
 
+TECHNIQUES = "data_parallel|tensor_parallel|context|pipeline|moe|precision|memory|checkpoint"
+UNCHECKED = f"tests/({TECHNIQUES}|compose|model|cli)/"
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
 
@@ -66,8 +68,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 @pytest.fixture(autouse=True)
-def headers_are_compared_in_tests_of_ranks(request, monkeypatch):
-    if not re.match("tests/(ranks/|test_layouts)", request.node.nodeid):
+def headers_are_not_compared_where_others_compare_them(request, monkeypatch):
+    if re.match(UNCHECKED, request.node.nodeid):
         monkeypatch.setenv("MINITRAIN_CHECKED", "0")
 
 
