@@ -161,7 +161,7 @@ def measure_peak_flops(dtype=torch.float32, device: torch.device | None = None, 
     is a wide one, and several at a time: else the time to start a kernel would count."""
     on_gpu = device is not None and torch.device(device).type == "cuda"
     if size is None:
-        size = 1024 if not on_gpu else 8192 if dtype.itemsize <= 2 else 4096
+        size = 512 if not on_gpu else 8192 if dtype.itemsize <= 2 else 4096
     require_positive_ints(size=size)
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     best_s, products = math.inf, 8 if on_gpu else 1
