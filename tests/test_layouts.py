@@ -24,21 +24,15 @@ from tests.layouts import (
 from tests.pretend import needs_pretended
 
 SEED, DRAWS = 1234, 12
+LARGE = 5, 6, 8, 9  # draws that run or load on six ranks and more; what is in them has tests of its own
+NUMBERS = [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in range(DRAWS)]
 CONFIG = GPTConfig(
     vocab_size=29, d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16, tied=True,
     dropout=0.1,
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("number", range(DRAWS))
+@pytest.mark.parametrize("number", NUMBERS)
 def test_a_drawn_layout_equals_one_process_and_its_dry_run(number):
     case = draw(number, SEED)
     assert not verdict(case), f"python -m tests.layouts --seed {SEED} --only {number}"

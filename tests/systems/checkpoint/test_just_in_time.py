@@ -59,8 +59,8 @@ def as_on_gloo(fn):
     "layout, dying, rules",
     [
         ("dp", [1], as_on_gloo),
-        ("tp", [3], as_on_gloo),
-        ("pp", [0], as_on_gloo),
+        pytest.param("tp", [3], as_on_gloo, marks=pytest.mark.slow),
+        pytest.param("pp", [0], as_on_gloo, marks=pytest.mark.slow),
         ("dp", [1], strictly),
         ("pp", [0], strictly),
     ],

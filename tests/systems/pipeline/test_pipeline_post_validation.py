@@ -135,9 +135,10 @@ REAL = {
     "recomputed": (2, recomputed(one_f_one_b(2, 4))), "bpipe": (4, bpipe(4, 4)),
     "chimera": (2, chimera(2, 4)),
 }  # fmt: skip
+SLOW = "1f1b", "zb-h1"  # on four ranks what two show
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in REAL])
 def test_equals_clipping_with_a_stop(name):
     """Steps that clip, that do not, and one without a number; a rate that changes; all ranks answer alike."""
     ranks, schedule = REAL[name]
