@@ -94,6 +94,8 @@ class Launch:  # the ranks of one `run`
         for name, content in (("request", pickle.dumps(request)), ("call", call)):
             with open(self.path(name), "wb") as file:
                 file.write(content)
+        if b"torch.optim" in call or b"\x05optim" in call:  # a class by reference, or an attribute of torch
+            self.helper.heavy.add(launch_ranks.COMPILER)
         order = dict(ranks=self.ranks, modules=self.helper.modules())
         order |= dict(survive=self.survive, replace_s=self.replace_s)
         with suppress(OSError):  # if the helper is dead, the events end, and `listen` says so

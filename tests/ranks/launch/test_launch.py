@@ -403,6 +403,10 @@ def test_what_a_rank_imports_slowly_the_helper_has_next_time():
 
     launch.run(build)
     assert launch.run(build) == [True, True]
+    for make in (lambda: torch.optim.SGD, partial(torch.optim.SGD, lr=1)):  # a call that speaks of it
+        local.Helper.find().close()
+        launch.run(lambda: make and None)
+        assert "torch._dynamo" in local.Helper.find().heavy
 
 
 def test_the_helper_has_what_the_caller_uses_of_minitrain_as_the_files_are_by_now(tmp_path, monkeypatch):
