@@ -59,7 +59,8 @@ def at_the_boundary(folder, clip=None, make_optimizer=adamw, **layout):
         with Saver(Store(f"{folder}/{number}"), policy=way) as saver:
             hold = Hold(saver.snapshot, ALL)
             states.tell_updates(run.sync, partial(asked, saver, hold) if attached else lambda names: None)
-            train(run, step, clip=clip)  # a way by layers has learnt an order
+            if saver.policy.by_layer:
+                train(run, step, clip=clip)  # an order to learn
             wanted = copies(run.pieces())
             hold.allow(0)
             saver.save(step, run.pieces(), run.plain_state(), {})

@@ -130,7 +130,7 @@ def test_every_public_name_of_the_techniques_can_be_lifted():
         (["data_parallel.zero1:Zero1.finish,jump"], "Zero1 has no jump; use some of __init__"),
         (["ranks.process:PROCESS"], "it needs what the ranks of minitrain's launches share"),
         (["plan.simulate.machines:machine"], "it reads a file that lies beside its module"),
-        (["compose.parallelize:parallelize"], "cannot be lifted: "),
+        pytest.param(["compose.parallelize:parallelize"], "cannot be lifted: ", marks=pytest.mark.slow),
         (["moe.router:top_k", "systems.moe.balance:no_such"], "has no no_such"),
     ],
 )

@@ -87,7 +87,11 @@ def differing(config: GPTConfig, base: dict, words) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = ("dp2 pp2 ep2 pairs", "dp2 tp2 ep2")  # of axes that others have
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", NAMES)
 def test_gradients_are_those_of_no_recomputation_bit_by_bit(layout):
     """A step with dropout, a frozen parameter, clipping, uneven batches and a tied table."""
     words = FIRST, OTHERS[list(LAYOUTS).index(layout) % len(OTHERS)]
