@@ -263,7 +263,7 @@ MIXTURE = replace(CONFIG, experts=ExpertsConfig(4, 2, shared_experts=1, expert_w
 
 
 @cache
-def single(name, steps=3, config=CONFIG):
+def single(name, steps=2, config=CONFIG):
     return launch.run(trained, config, name, steps, ranks=1)[0]
 
 
@@ -278,7 +278,7 @@ def test_agreed_scales_make_every_layout_equal_one_process():
     cases += [("fp8_delayed", MIXTURE, layout) for layout in (dict(dp=2, ep=2), *LAYOUTS[-2:])]
 
     def rank():
-        return [trained(config, name, 3, **layout) for name, config, layout in cases]
+        return [trained(config, name, 2, **layout) for name, config, layout in cases]
 
     assert all(one[1, 0] > 0 for one in single("fp8_delayed", config=MIXTURE)[1]["amax"].values())
     for (name, config, layout), found, other in zip(cases, *launch.run(rank, ranks=2), strict=True):
@@ -305,7 +305,7 @@ def test_without_agreement_they_differ(what):
             Scales.shared = lambda *_: False
         else:
             low_precision.Route = lambda **steps: multiply.__defaults__[0]
-        return trained(CONFIG, name, 3, **layout)
+        return trained(CONFIG, name, 2, **layout)
 
     assert distance(launch.run(rank, ranks=2)[0], single(name)) > 1e-6
 
