@@ -79,9 +79,10 @@ def test_equals_one_process(shape, ways, references):
     def rank():
         return [
             (name, train_parallel(problem, Strategy(**shape, **settings)))
-            for settings in ways
-            for name, problem in problems().items()
-            if problem.microbatches == 1 or "zero" in settings or not settings  # whose sums they change
+            for number, settings in enumerate(ways)
+            for place, (name, problem) in enumerate(problems().items())
+            # in turn; and where sums change the microbatches too
+            if not settings or place == number % 2 or "zero" in settings and problem.microbatches > 1
         ]
 
     for outcomes in launch.run(rank, ranks=Strategy(**shape).ranks):
