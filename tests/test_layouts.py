@@ -24,7 +24,7 @@ from tests.layouts import (
 from tests.pretend import needs_pretended
 
 SEED, DRAWS = 1234, 12
-LARGE = 5, 6, 8, 9  # draws that run or load on six ranks and more; what is in them has tests of its own
+LARGE = 5, 6, 7, 8, 9  # draws of 10 processor seconds and more; what is in them has tests of its own
 NUMBERS = [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in range(DRAWS)]
 CONFIG = GPTConfig(
     vocab_size=29, d_model=24, num_layers=2, num_heads=6, num_kv_heads=2, max_positions=16, tied=True,
