@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from operator import call as as_on_gloo
 
 import pytest
 import torch
@@ -11,11 +12,10 @@ from minitrain import collectives, launch
 from minitrain.checkpoint.format import write_file
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.store import Store, file_name
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.pieces import whole_piece
 from minitrain.systems.checkpoint.in_memory import Lost
 from minitrain.systems.checkpoint.just_in_time import JustInTime, survivors
-from tests.parallel import rows_of_problem
+from tests.parallel import Traffic, rows_of_problem
 from tests.strict_backend import strictly
 from tests.systems.checkpoint.memory_runs import PROBLEM, STEPS, digest, load, make_run, train
 
@@ -35,7 +35,7 @@ def start(folder, dying=(), dies_at=None, **strategy):
             victim.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
     boundary(first)
-    with Ledger() as ledger, jit.guard():
+    with Traffic() as ledger, jit.guard():
         losses = train(run, first, STEPS, boundary)
     return first, losses, digest(run), ledger.sent_bytes()
 
@@ -46,13 +46,9 @@ LAYOUTS = {"dp": dict(dp=2), "tp": dict(dp=2, tp=2), "pp": dict(dp=2, pp=2, micr
 def whole_run(strategy):
     """Without any of this: (losses, digest, bytes sent)."""
     run = make_run(**strategy)
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         losses = train(run, 0, STEPS)
     return losses, digest(run), ledger.sent_bytes()
-
-
-def as_on_gloo(fn):
-    return fn()
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store, file_name
 from minitrain.ranks.events import Issue, Wait
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.checkpoint.in_memory import Lost, PeerCopies, Shares
-from tests.parallel import check_refusals
+from tests.parallel import Traffic, check_refusals
 from tests.systems.checkpoint.memory_runs import (
     STEPS,
     as_pieces,
@@ -89,7 +88,7 @@ def start(machines, disk, dying=None, careless=False):
         if step == 5 and rank == dying:
             victim.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # in the middle of backward
 
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         losses = train(run, first, STEPS, after)
         copies.finish()
     store = copies.shares.store

@@ -75,8 +75,7 @@ def test_dtr():
             evictor = simulate(chain(layers), Evictor(2 * ceil(sqrt(layers)), rule))
             assert evictor.peak_bytes <= 2 * ceil(sqrt(layers))
             ratios[rule, layers] = evictor.operators / layers
-    for layers in (16, 64, 512):
-        assert ratios["dtr", layers] < 3 and ratios["neighbourhood", layers] < 3.5
+    assert all(ratios["dtr", n] < 3 and ratios["neighbourhood", n] < 3.5 for n in (16, 64, 512))
     assert ratios["lru", 512] > 2.4 * ratios["lru", 16], "a rule that is blind to cost should not pass this"
 
     for layers in (16, 256):

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.model.training.optim import adamw_update
 from minitrain.moe import experts, router
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import balance
 from minitrain.systems.plan import expert_placement as plan
 from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
+from tests.parallel import Traffic
 from tests.systems.moe import test_two_level
 
 N, D, WIDE, E, WORD = 40, 5, 11, 8, 8  # 2·D·WIDE = 110: three slices of it are unequal
@@ -118,7 +118,7 @@ def with_copies(route, case, copied=balance.copied):
     x, gate, up, down = (t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own]))
     holders, rows, sent = holders_of(case, ranks), [], []
     routing = ROUTES[route](x @ gate, part)
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         weights = copied((up, down), holders, group)
         sent.append(ledger.sent_bytes())
         y = balance.layer(x, routing, weights, holders, group, busy(rows))
@@ -181,7 +181,7 @@ def flexible(wrong=""):
             moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
             if wrong == "moments stay behind":
                 moments = [torch.zeros_like(moment) for moment in moments]
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 new = balance.moved([*weights, *moments], layouts[layout - 1], layouts[layout], group)
             sent.append(ledger.sent_bytes())
             weights, moments = new[:2], new[2:]
@@ -192,7 +192,7 @@ def flexible(wrong=""):
         y = balance.layer(x[part], routing, weights, layouts[layout], group, busy(rows), share=True)
         loss_of(y).backward()
         grads = grads_of(*weights)
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             if wrong != "replicas never meet":
                 grads = balance.summed(grads, layouts[layout], group)
         sent.append(ledger.sent_bytes())
@@ -258,7 +258,7 @@ def steps_with_plans(num, gathering):
     weights = [weight.requires_grad_() for weight in shard(weights, num, rank, ranks)]
     sharing = {c: Mesh(part=ranks // c, sharing=c).group("sharing") for c in sorted({*gathering})}
     sent, places = [], [weight.data_ptr() for weight in weights]
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         for c in gathering:
             for t in (x, gate, *weights):
                 t.grad = None

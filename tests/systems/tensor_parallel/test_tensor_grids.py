@@ -28,7 +28,7 @@ from minitrain.systems.tensor_parallel.summa import (
     summa_tn,
     whole,
 )
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 DOUBLE = 8  # bytes
 
@@ -54,7 +54,7 @@ def apart(ours: Tensor, theirs: Tensor) -> float:
 
 
 def sent(fn: Callable) -> tuple[object, int]:
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         result = fn()
     return result, ledger.sent_bytes()
 
