@@ -205,7 +205,7 @@ def train(config, strategy, hyper, out=None, stop_after=None, **settings):
         for name in state["optimizer"]
         for key in ("exp_avg", "exp_avg_sq")
     }
-    written = here.sample(n=6)
+    written = here.sample(n=3)
     assert all(module.training for module in here.parallel.model.modules())  # what was looked at goes on
     here.parallel.train(False)
     assert (
