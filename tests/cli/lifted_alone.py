@@ -1,7 +1,7 @@
 """Lifted files at work where there is no minitrain: python -I lifted_alone.py FOLDER RANK RANKS.
 
 Each check compares with one process, which it plays itself in plain torch, and gives the largest difference.
-With CONTROL in the environment collectives and messages do nothing.
+The control comes behind: all of them again, while collectives and messages do nothing.
 """
 
 import importlib.util
@@ -232,18 +232,18 @@ CHECKS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    if os.environ.get("CONTROL"):
-        for name in "all_reduce all_gather reduce_scatter all_to_all_single isend irecv".split():
-            setattr(dist, name, lambda *given, **settings: SimpleNamespace(wait=lambda: None))
-        dist.batch_isend_irecv = lambda ops: []
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = {}
+    found = [{name: check(lifted(name), dist.group.WORLD) for name, check in CHECKS.items()}, {}]
+    dist.barrier()
+    for name in "all_reduce all_gather reduce_scatter all_to_all_single isend irecv".split():
+        setattr(dist, name, lambda *given, **settings: SimpleNamespace(wait=lambda: None))
+    dist.batch_isend_irecv = lambda ops: []
     for name, check in CHECKS.items():
         try:
-            found[name] = check(lifted(name), dist.group.WORLD)
-        except (RuntimeError, ValueError, IndexError) if os.environ.get("CONTROL") else ():
-            found[name] = 1.0
+            found[1][name] = check(lifted(name), dist.group.WORLD)
+        except (RuntimeError, ValueError, IndexError):
+            found[1][name] = 1.0
     (folder / f"found{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     os._exit(0)

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,12 +50,11 @@ def write(folder: Path, **settings) -> None:
         (folder / f"{name}.py").write_text(lift(targets.split(), **settings))
 
 
-def on_ranks(folder: Path, ranks: int, **environ) -> list[dict]:
-    run, environ = [sys.executable, "-I", ALONE, folder], os.environ | environ
-    started = [patience.start([*run, rank, ranks], env=environ) for rank in range(ranks)]
+def on_ranks(folder: Path, ranks: int) -> list[list[dict]]:
+    """Of each rank: what was found, and without messages."""
+    started = [patience.start([sys.executable, "-I", ALONE, folder, rank, ranks]) for rank in range(ranks)]
     said = [patience.output_of(process)[1] for process in started]
     assert not any(process.returncode for process in started), "\n".join(said)[-3000:]
-    (folder / "store").unlink()
     return [json.loads((folder / f"found{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -64,7 +62,7 @@ def on_ranks(folder: Path, ranks: int, **environ) -> list[dict]:
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lifted")
     write(folder)
-    return folder, on_ranks(folder, 2), on_ranks(folder, 2, CONTROL="1")
+    return folder, *zip(*on_ranks(folder, 2))
 
 
 @pytest.mark.parametrize("name", LIFTS)
