@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from minitrain.context.layout import contiguous, join, split
 from minitrain.plan.simulate.machines import Device, Link, Machine
 from minitrain.ranks.events import Compute, Issue
-from minitrain.ranks.ledger import Ledger
+from tests.parallel import Traffic
 
 B, T, K = 2, 32, 4  # T: two pieces for each of 16 ranks
 MHA, GQA, MQA = (4, 4), (4, 2), (4, 1)  # query heads, K/V heads
@@ -33,7 +33,7 @@ def over(core, group, layout=contiguous, heads=GQA, length=T, dtype=torch.float6
     """The same four, put together from all ranks, and (bytes forward, bytes backward) of this one."""
     q, k, v, dout = (split(x, layout, group, 2) for x in inputs(heads, length, dtype, width))
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         out = core(*qkv)
         forward = ledger.sent_bytes()
         out.backward(dout)

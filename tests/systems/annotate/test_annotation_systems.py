@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from minitrain import collectives, launch
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.annotate.annotators import Tactic, apply, choose, laid_out, propagate
 from minitrain.systems.annotate.plan import BROADCAST as B
 from minitrain.systems.annotate.plan import PARTIAL as P
 from minitrain.systems.annotate.plan import Graph, Op, Placed, cut_along, mlp, sent, with_gradients
 from minitrain.systems.annotate.plan import Split as S
 from minitrain.systems.annotate.run_placed import box, local_part, whole
+from tests.parallel import Traffic
 from tests.systems.annotate.test_placed_graphs import groups_of, metered_run, mlp_step, pretend, random_values
 
 ROWS, WIDTH, HIDDEN = 8, 4, 12
@@ -151,7 +151,7 @@ def boxed_for_table_2():
     tensor = torch.arange(96.0, dtype=torch.float64).view(8, 12)
     for source, target in TABLE_2:
         part = local_part(tensor, (source,), groups)
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             got = box(part, source, target, groups["x"])
         back = whole(got, (target,), groups)
         metered.append((ledger.sent_bytes(), (back - tensor).abs().max().item()))

@@ -14,7 +14,6 @@ import torch
 from minitrain import collectives, launch
 from minitrain.checkpoint.load import Saved
 from minitrain.checkpoint.store import file_name
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.checkpoint.in_memory import (
     PARITY,
     WORD,
@@ -24,7 +23,7 @@ from minitrain.systems.checkpoint.in_memory import (
     stripe,
     stripe_bytes,
 )
-from tests.parallel import check_refusals
+from tests.parallel import Traffic, check_refusals
 from tests.systems.checkpoint.memory_runs import (
     STEPS,
     as_pieces,
@@ -101,7 +100,7 @@ def every_rank(machines):
     shares = Shares(machines[rank], group)
     copies = ParityCopies(shares)
     for step in (1, 2):
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             copies.save(step, as_pieces(step, rank, size), {}, {})
     sent["save"] = ledger.sent_bytes("send")
     files = [shares.store.path(2) / name for name in (file_name(rank), PARITY)]
@@ -110,7 +109,7 @@ def every_rank(machines):
         for lost in combinations(range(ranks), count):
             spare = machines[rank] / f"spare-{lost}"
             found = ParityCopies(Shares(spare if rank in lost else machines[rank], group))
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 try:
                     manifest, opened = found.recover(wanted=[rank])
                 except Lost as error:

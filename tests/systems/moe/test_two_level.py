@@ -13,10 +13,10 @@ from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import NOWHERE
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import transport
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe.two_level import TwoLevelDispatch, copies, two_level_all_to_all
 from tests.moe.by_token import experts_of, grads_of, numbers, tokens_of
+from tests.parallel import Traffic
 
 N, D, WIDE, E = 24, 6, 10, 8
 GRIDS = {2: ((1, 2), (2, 1)), 4: ((2, 2), (4, 1))}  # nodes, ranks in each
@@ -65,7 +65,7 @@ def on_a_rank(wrong=""):
             flat, chosen = step(lambda routing: Dispatch(routing, group), case, group)
             turns = []
             way = partial(TwoLevelDispatch, across=across, inside=inside, meanwhile=partial(turns.append, 1))
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 found, _ = step(way, case, group, wrong)
             outcomes["turns", nodes, size, case] = len(turns)
             differs = max((a - b).abs().max().item() for a, b in zip(found, flat, strict=True) if a.numel())
