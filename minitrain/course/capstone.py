@@ -138,8 +138,8 @@ def score(scenario: Scenario, layouts: Mapping[int, Mapping], protection: Sequen
 
 
 def train(folder: str, line: str, layouts: Mapping, copies: int, saves: int):
-    made, rows = lambda ranks: build(ranks, layouts[ranks]), lambda run, step: run.batch(DATA, step)
-    survivor = Watched(launch.team(), made, rows, CLIP, copies)
+    made = lambda ranks: build(ranks, layouts.get(ranks, {}))  # of one rank, whatever is left
+    survivor = Watched(launch.team(), made, lambda run, step: run.batch(DATA, step), CLIP, copies)
     losses = survivor.train_through(Plan.parse(line), STEPS, saves, folder)
     return losses, survivor.history, survivor.redone, survivor.moved_bytes
 

@@ -51,11 +51,16 @@ class Watched(Survivor):
                 torch.save(state, f"{self.folder}/new")
                 os.replace(f"{self.folder}/new", f"{self.folder}/{step}.saved")
         self.say("begin", step)
-        weights = {name: param.detach() for param, name in self.run.sync.names.items()}
-        for fault in self.flips:
-            if step == fault.first:
-                flip(weights[fault.more[0].partition(":")[2]], *map(int, fault.more[1:]))
         whole = strategy.dp == world.size() and strategy.zero in (0, 1, 2)
+        if whole:
+            weights = {name: param.detach() for param, name in self.run.sync.names.items()}
+        else:
+            mine = [one for one in self.run.pieces() if one.name.startswith("parameters/")]
+            weights = {one.name.partition("/")[2]: one.values for one in mine}
+        for fault in self.flips:
+            name, element, bit = fault.more[0].partition(":")[2], *map(int, fault.more[1:])
+            if step == fault.first:
+                flip(weights.get(name), element, bit)
         odd = odd_replicas(whole_piece(*one, (world,)) for one in weights.items() if whole)
         odd_members = sorted({self.team.members[rank] for rank, _ in odd})
         for member in odd_members:
