@@ -1,16 +1,17 @@
 """The capstone of chapter 29: a small job within budgets, and six kinds of chaos on four real ranks.
 
     scenario = drawn("stop", seed=7)              scenario.job: the plain values that an answer gets
-    played = play(scenario, layouts, [2, 4, 1])   losses, segments, steps made again, bytes moved, a log
+    played = play(build, scenario, layouts, [2, 4, 1])     losses, segments, steps made again, bytes, a log
 
     kill     a rank dies                      neighbours   two at once, one of which had the other's copy
     stop     one hangs, and closes nothing    within       one dies, and another while the rest regroup
     slow     one pauses, and is not hung      flip         a bit of one rank's weights changes
 
-A layout is fields of Strategy, for each number of ranks; a protection is steps between copies, steps between
-saves, and the seconds after which a rank is taken for hung. capstone.tsv has what `account` says of them: a
-dry run's bytes, which are the real run's, and a step on a machine with a slow link. `score`, tokens per
-simulated second, has no ceiling: any layout may be tried. ValueError: no layout, or no protection.
+A layout is fields of Strategy, for each number of ranks; `build(ranks, layout)` makes a Run of it. A protection
+is steps between copies, steps between saves, and the seconds after which a rank is taken for hung. capstone.tsv
+has what `account` says of layouts: a dry run's bytes, which are the real run's, and a step on a machine with a
+slow link. `score`, tokens per simulated second, has no ceiling: any layout may be tried. ValueError: no layout,
+or no protection.
 """
 
 import csv
@@ -19,19 +20,16 @@ import json
 import random
 import re
 from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from minitrain.compose.parallelize import parallelize
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
-from minitrain.model.training.optim import AdamW
 from minitrain.plan.simulate.machines import machine
-from minitrain.plan.strategy import Strategy
 from minitrain.ranks import checks, launch
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
@@ -53,13 +51,7 @@ Scenario = namedtuple("Scenario", "kind job faults silent step")
 Played = namedtuple("Played", "losses segments redone moved_bytes log")  # [first step, ranks] is a segment
 
 
-def build(ranks: int, layout: Mapping):
-    strategy = Strategy(**{"precision": "float64", "dp": ranks, **layout})
-    strategy.check(MODEL, ranks)
-    return parallelize(MODEL, strategy, partial(AdamW, lr=1e-2), seed=3)
-
-
-def account(layout: Mapping, ranks: int) -> tuple[int, int, int]:
+def account(build: Callable, layout: Mapping, ranks: int) -> tuple[int, int, int]:
     """Most bytes held, bytes sent in a step, its microseconds; of rank 0, dry, the step replayed."""
 
     def two_steps():
@@ -86,10 +78,10 @@ def accounts() -> list[list]:
         return [[json.loads(field) for field in line] for line in csv.reader(file, delimiter="\t")]
 
 
-def counted(layout: Mapping, ranks: int) -> list[int]:
+def counted(build: Callable, layout: Mapping, ranks: int) -> list[int]:
     """As `account` says, from the table if it is there. ValueError, TypeError: no layout of so many ranks."""
     known = [rest for one, size, *rest in accounts() if (one, size) == (layout, ranks)]
-    return known[0] if known else [*account(layout, ranks)]
+    return known[0] if known else [*account(build, layout, ranks)]
 
 
 def drawn(kind: str, seed: int) -> Scenario:
@@ -126,31 +118,31 @@ def planned(scenario: Scenario, protection: Sequence) -> list[list[int]]:
     return [[0, RANKS]] + [[scenario.step // every * every, left]] * (left < RANKS)
 
 
-def score(scenario: Scenario, layouts: Mapping[int, Mapping], protection: Sequence) -> float:
+def score(build: Callable, scenario: Scenario, layouts: Mapping[int, Mapping], protection: Sequence) -> float:
     """Tokens per simulated second of the planned run."""
     segments = planned(scenario, protection)
     ends = [scenario.step + 1] * (len(segments) - 1) + [STEPS]
     total_us = REGROUP_US * (len(segments) - 1)
     for (first, ranks), end in zip(segments, ends):
-        step_us = counted(layouts[ranks], ranks)[2]
+        step_us = counted(build, layouts[ranks], ranks)[2]
         total_us += (end - first) * (step_us + COPY_US / protection[0] + SAVE_US / protection[1])
     return 1e6 * STEPS * ROWS * LENGTH / total_us
 
 
-def train(folder: str, line: str, layouts: Mapping, copies: int, saves: int):
+def train(build: Callable, folder: str, line: str, layouts: Mapping, copies: int, saves: int):
     made = lambda ranks: build(ranks, layouts.get(ranks, {}))  # of one rank, whatever is left
     survivor = Watched(launch.team(), made, lambda run, step: run.batch(DATA, step), CLIP, copies)
     losses = survivor.train_through(Plan.parse(line), STEPS, saves, folder)
     return losses, survivor.history, survivor.redone, survivor.moved_bytes
 
 
-def play(scenario: Scenario, layouts: Mapping[int, Mapping], protection: Sequence) -> Played:
+def play(build: Callable, scenario: Scenario, layouts: Mapping[int, Mapping], protection: Sequence) -> Played:
     """The scenario on real ranks; lines of member -1 are the launcher's."""
     copies, saves, hung_s = protection
     checks.require_positive_ints(copies=copies, saves=saves)
     checks.require_positive(hung_s=hung_s)
     with TemporaryDirectory() as folder, redirect_stderr(io.StringIO()) as said:
-        given = folder, scenario.faults, dict(layouts), copies, saves
+        given = build, folder, scenario.faults, dict(layouts), copies, saves
         ended = launch.run(train, *given, ranks=RANKS, survive=True, hung_s=hung_s, checked=False, echo=False)
         log = [json.loads(line) for line in Path(f"{folder}/log").read_text().splitlines()]
     for member in re.findall(r"rank (\d+) has not got on", said.getvalue()):
@@ -163,7 +155,7 @@ def play(scenario: Scenario, layouts: Mapping[int, Mapping], protection: Sequenc
 
 
 @cache
-def wanted() -> list[float]:
+def wanted(build: Callable) -> list[float]:
     """The losses of one process."""
 
     def alone():
