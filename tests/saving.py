@@ -23,6 +23,12 @@ class Quick(Disk):
     def sync(self, file: int) -> None: ...
 
 
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     folder: Path

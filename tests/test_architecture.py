@@ -40,10 +40,10 @@ BUDGETS = {  # lines of Python, and of wrong solutions, as `wc -l` counts them: 
         24_000,
         24_000,
     ),
-    "minitrain/systems": (["minitrain/systems"], [], 24_973, 25_000),
+    "minitrain/systems": (["minitrain/systems"], [], 25_000, 25_000),
     "minitrain/course": (["minitrain/course"], [], 8_000, 8_000),
     "exercises/wrong": (["exercises/wrong"], [], 9_971, 12_000),  # 400 a chapter
-    "tests": (["tests"], [], 69_985, 70_000),
+    "tests": (["tests"], [], 70_000, 70_000),
 }
 FACES = {"collectives", "launch", "ledger"}  # folders that are one module to their users
 NO_TORCH = (

@@ -7,11 +7,11 @@
     stop     one hangs, and closes nothing    within       one dies, and another while the rest regroup
     slow     one pauses, and is not hung      flip         a bit of one rank's weights changes
 
-A layout is fields of Strategy, for each number of ranks; `build(ranks, layout)` makes a Run of it. A protection
-is steps between copies, steps between saves, and the seconds after which a rank is taken for hung. capstone.tsv
-has what `account` says of layouts: a dry run's bytes, which are the real run's, and a step on a machine with a
-slow link. `score`, tokens per simulated second, has no ceiling: any layout may be tried. ValueError: no layout,
-or no protection.
+A layout is fields of Strategy, for each number of ranks; `build(ranks, layout)` makes a Run of it. A
+protection is steps between copies, steps between saves, and the seconds after which a rank is taken for hung.
+capstone.tsv has what `account` says of layouts: a dry run's bytes, which are the real run's, and a step on a
+machine with a slow link. `score`, tokens per simulated second, has no ceiling: any layout may be tried.
+ValueError: no layout, or no protection.
 """
 
 import csv

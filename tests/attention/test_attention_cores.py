@@ -32,15 +32,6 @@ from minitrain.systems.simulate.links import play
 SIZES = [(1, 2, 2, 4), (7, 4, 2, 4), (13, 4, 1, 6)]  # T, H, H_kv, K: tiles of 2, 3, 5 do not divide them
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Thousands of small operators: on a busy machine threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def inputs(tokens, heads=2, kv_heads=2, width=4, batch=2, dtype=torch.float64, seed=0):
     made = dict(dtype=dtype, generator=torch.Generator().manual_seed(seed))
     counts = heads, kv_heads, kv_heads

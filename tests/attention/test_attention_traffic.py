@@ -14,15 +14,6 @@ from minitrain.systems.attention.swattention import two_level_forward
 VERSIONS = {1: flash.flash_1, 2: flash.flash_2}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Thousands of small operators: on a busy machine threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def zeros(tokens, width, heads=1, batch=1, device="cpu"):
     return [torch.zeros(batch, heads, tokens, width, device=device) for _ in range(4)]
 

@@ -34,6 +34,7 @@ from minitrain.systems.checkpoint.hugging_face import (
     settings_of,
     write_tensors,
 )
+from tests.saving import spoil
 
 TRANSFORMERS = Path(__file__).parents[2] / "build" / "transformers"
 TEXT = Text(b"It is not enough to have a good mind; the main thing is to use it well. " * 20, "Descartes")
@@ -119,9 +120,8 @@ def test_a_byte_that_has_changed_is_found(saved, tmp_path):
     root, _ = saved
     assert said("verify", root / "GPT-2") == (0, "step-00000002  whole\nstep-00000004  whole\n")
     file = root / "GPT-2" / "step-00000002" / "rank-00003.safetensors"
+    spoil(file)
     data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
     code, out = said("verify", root / "GPT-2")
     first, second = out.splitlines()
     assert code == 1 and second == "step-00000004  whole"

@@ -37,9 +37,9 @@ class Watched(Survivor):
         with Chaos(Plan(one for one in faults if one.kind != "flip"), None, self.team.member):
             return self.train(steps, self._before)
 
-    def say(self, word: str, number: int) -> None:
+    def say(self, what: str, number: int) -> None:
         with open(f"{self.folder}/log", "a") as file:
-            file.write(json.dumps([self.team.member, word, number]) + "\n")
+            file.write(json.dumps([self.team.member, what, number]) + "\n")
 
     def _before(self, step: int) -> None:
         if step == self.steps:

@@ -19,6 +19,7 @@ from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store, copy_step, file_name
 from minitrain.systems.checkpoint.agent import Agent, Connection, persist, persist_newest
 from minitrain.systems.checkpoint.in_memory import newest_whole
+from tests.saving import spoil
 from tests.systems.checkpoint import memory_runs
 
 LAYOUT = dict(dp=2)
@@ -102,10 +103,7 @@ def put(store, *steps):
 
 
 def flip(store, step):
-    path = store.path(step) / file_name(0)
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
+    spoil(store.path(step) / file_name(0))
 
 
 def test_an_agent_ends_when_told(agent, tmp_path):

@@ -16,6 +16,7 @@ from minitrain.ranks.pieces import Piece
 from minitrain.systems.checkpoint.storage_tiers import Tiers
 from minitrain.systems.simulate.crash_model import Watched
 from tests.checkpoint.saver_runs import some_pieces
+from tests.saving import spoil
 
 
 class Stopped(Exception):
@@ -161,19 +162,22 @@ def test_a_move_may_stop_anywhere_and_nothing_is_lost(tmp_path):
         again.unlock()
 
 
-def test_a_damaged_copy_is_made_again(tmp_path):
-    tiers = Tiers(tmp_path / "hot", tmp_path / "cold", keep=1)
+def two_in_hot(folder):
+    tiers = Tiers(folder / "hot", folder / "cold", keep=1)
     move, tiers.move = tiers.move, lambda: None
     save(tiers, 1)
     save(tiers, 2)
     tiers.settle()
+    return tiers, move
+
+
+def test_a_damaged_copy_is_made_again(tmp_path):
+    tiers, move = two_in_hot(tmp_path)
     before = Store(tmp_path / "cold")  # of a process that has ended
     copy_step(1, tiers, before)
     before.unlock()
     copy = tmp_path / "cold" / "step-00000001" / "rank-00000.safetensors"
-    data = bytearray(copy.read_bytes())
-    data[-1] ^= 1
-    copy.write_bytes(data)
+    spoil(copy)
     move()
     assert tiers.hot_steps() == [2]
     check(tiers, 1)
@@ -182,15 +186,9 @@ def test_a_damaged_copy_is_made_again(tmp_path):
 
 def test_what_is_damaged_does_not_leave_hot(tmp_path):
     """The copy is verified before the original is removed."""
-    tiers = Tiers(tmp_path / "hot", tmp_path / "cold", keep=1)
-    move, tiers.move = tiers.move, lambda: None
-    save(tiers, 1)
-    save(tiers, 2)
-    tiers.settle()
+    tiers, move = two_in_hot(tmp_path)
     original = tmp_path / "hot" / "step-00000001" / "rank-00000.safetensors"
-    data = bytearray(original.read_bytes())
-    data[-1] ^= 1
-    original.write_bytes(data)
+    spoil(original)
     with pytest.raises(Damaged, match="is damaged"):
         move()
     assert original.exists() and tiers.hot_steps() == [1, 2]

@@ -24,6 +24,7 @@ from minitrain.systems.checkpoint.in_memory import (
     stripe_bytes,
 )
 from tests.parallel import Traffic, check_refusals
+from tests.saving import spoil
 from tests.systems.checkpoint.memory_runs import (
     STEPS,
     as_pieces,
@@ -123,16 +124,12 @@ def every_rank(machines):
             Saved(opened).fill(wanted)
             said[lost] &= torch.equal(wanted.values, piece.values)
     if rank == 1:  # a byte of its parity: it does not matter as long as nobody else is lost
-        data = bytearray(files[1].read_bytes())
-        data[-1] ^= 1
-        files[1].write_bytes(data)
+        spoil(files[1])
     collectives.barrier(group)
     manifest, opened = ParityCopies(Shares(machines[rank], group)).recover(wanted=[rank])
     assert opened[0].path.read_bytes() == files[0].read_bytes() and manifest["step"] == 2
     if rank == 0:
-        data = bytearray(files[0].read_bytes())
-        data[-1] ^= 1
-        files[0].write_bytes(data)
+        spoil(files[0])
     collectives.barrier(group)
     said["damaged"] = ParityCopies(Shares(machines[rank], group)).recover(wanted=[rank])[0]["step"]
     return said, sent, sizes

@@ -24,6 +24,7 @@ from minitrain.checkpoint.store import Store, file_name
 from minitrain.ranks.events import Issue, Wait
 from minitrain.systems.checkpoint.in_memory import Lost, PeerCopies, Shares
 from tests.parallel import Traffic, check_refusals
+from tests.saving import spoil
 from tests.systems.checkpoint.memory_runs import (
     STEPS,
     as_pieces,
@@ -243,10 +244,10 @@ def hard_cases(machines):
     look("a save under way")
     copies.finish()
     if rank == 1:
-        flip(shares.store.path(2) / file_name(1))
+        spoil(shares.store.path(2) / file_name(1))
     look("a damaged share")
     if rank == 0:
-        flip(shares.store.path(2) / file_name(1))
+        spoil(shares.store.path(2) / file_name(1))
     look("its copy damaged too")
     save(3)
     save(4)
@@ -277,12 +278,6 @@ def hard_cases(machines):
 class Full(Disk):
     def write(self, file, offset, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00002.safetensors")
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
 
 
 def test_hard_cases(machines):

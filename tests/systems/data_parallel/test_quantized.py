@@ -13,18 +13,13 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.data_parallel import zeropp
 from minitrain.systems.data_parallel.zeropp import quantized_all_gather, two_hop_reduce_scatter
+from tests.precision.test_block_scales import half_steps
 
 D, BLOCK = 75, 16  # numbers in a slice; the last block of each has 11
 
 
 def there_and_back(x: Tensor, bits: int, block: int) -> Tensor:
     return dequantize(quantize(x, Blocks(f"int{bits}", (block,)), fill=True), x.dtype)
-
-
-def half_steps(x: Tensor, bits: int, block: int) -> Tensor:
-    """The error allowed at every number of x [.., d], from the maxima of the blocks as they are in x."""
-    parts = [part.abs().amax(-1, keepdim=True).expand_as(part) for part in x.split(block, -1)]
-    return torch.cat(parts, -1).double() / (2 ** (bits - 1) - 1) / 2
 
 
 def code_bytes(d: int, bits: int) -> int:

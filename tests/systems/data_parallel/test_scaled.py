@@ -20,6 +20,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.torch_private import grad_hooks
 from minitrain.systems.data_parallel.scaled import Scaled
 from tests.parallel import check_refusals, small
+from tests.precision.test_chance import equal
 
 FP8, POLICY = torch.float8_e4m3fn, POLICIES["fp8_lm"]
 
@@ -32,14 +33,6 @@ def start(strategy, precision="fp8_lm", tied=True):
 def batch_of(run, number):
     rows = Rows(lambda _, rank, ranks: random_tokens(number, rank, ranks, 4, 8, 29, seed=5), 4, 8)
     return run.batch(rows, number)
-
-
-def equal(state, expected):
-    def flat(value):
-        return [x for key in sorted(value) for x in flat(value[key])] if isinstance(value, dict) else [value]
-
-    pairs = zip(flat(state), flat(expected), strict=True)
-    return all(isinstance(a, str) or torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in pairs)
 
 
 def scaled_model(group, deal=False, shapes=((40, 30), (7, 9), (64,), (3, 5, 7))):
