@@ -10,13 +10,13 @@ ARGS   ?=
 TORCH  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help course test lint bench gpu gpus transformers triton lab doctor install exercises nbgrader clean asked
+.PHONY: help course test lint bench gpu gpus transformers triton lab doctor install exercises explorers nbgrader clean asked
 
 help:
 	@echo "make course     chapters 00 to 03 from the first cell to the last, about two minutes"
 	@echo "make lab        JupyterLab over your own copies of chapters and exercises, in work/"
 	@echo "make doctor     is everything here that is needed?"
-	@echo "make test       everything that CI runs     (make lint, make bench ONLY=..., make gpu, make gpus: see the file)"
+	@echo "make test       everything that CI runs     (make lint, explorers, bench ONLY=..., gpu, gpus: see the file)"
 	@echo "make clean      remove .venv and what was built; work/ and your answers stay"
 	@echo "Each installs into .venv first. make TORCH=cuda or TORCH=cpu ... names the build of PyTorch."
 
@@ -59,6 +59,9 @@ doctor: install
 
 exercises: install
 	@$(BIN)/python -m minitrain.course.exercises build
+
+explorers: install         # numbers of docs/book/explorers against minitrain's, in headless Chromium, or else in node
+	@$(BIN)/python -W ignore docs/book/explorers/check.py $(ARGS)
 
 nbgrader: install          # proves that student notebooks are what nbgrader would write; it is no dependency, so it has a venv of its own
 	@test -x build/nbgrader/bin/nbgrader || ($(PYTHON) -m venv build/nbgrader && build/nbgrader/bin/pip install --quiet nbgrader==0.9.6)
