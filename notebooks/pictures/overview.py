@@ -1,5 +1,5 @@
 """The picture of the README, made from runs: `python notebooks/pictures/overview.py` writes overview.png
-beside this file.
+and, for dark pages, overview-dark.png beside this file.
 
 1  memory       a small GPT on 4 processes, in its second step; a dry run must give the same account
 2  bytes        what 4 processes hand to the network, beside the papers' formulas; all must be equal
@@ -11,7 +11,8 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
-from matplotlib import rc_context
+from matplotlib import rc_context, rcParams
+from matplotlib.figure import Figure
 from PIL import Image
 
 from minitrain import collectives, launch
@@ -19,21 +20,11 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.collectives import world
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.data.batches import random_tokens
-from minitrain.systems.data_parallel.accumulation import ScatteredGradients
 from minitrain.data_parallel.bucketed import GradReducer
 from minitrain.data_parallel.naive import all_reduce_gradients
 from minitrain.systems.data_parallel.parameter_server import Worker, serve
 from minitrain.course.plot.data_parallel import draw_replayed
-from minitrain.course.plot.style import (
-    BLACK,
-    COLOURS,
-    Picture,
-    colour_of,
-    ink_on,
-    style,
-    swatch,
-    unit_for,
-)
+from minitrain.course.plot.style import COLOURS, Picture, colour_of, ink_on, style, swatch, unit_for
 from minitrain.ranks.ledger import Ledger
 from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
@@ -44,6 +35,12 @@ RANKS = 4
 SMALL = GPTConfig(vocab_size=256, d_model=128, num_layers=4, num_heads=4, max_positions=64)
 STACK = ("parameters", "optimizer state", "gradients", "activations", "buffers")
 WAYS = ("naive", "fused", "bucketed")
+INK, PAPER = "#E6EDF3", "#0D1117"  # of dark pages
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+DARK = dict.fromkeys(INKED, INK) | {"figure.facecolor": PAPER, "axes.facecolor": PAPER}
+DARK["grid.color"] = "#30363D"
+LEGEND = {"loc": "lower left", "bbox_to_anchor": (-0.5, 0.97), "ncols": 4, "fontsize": 7.5}
+LEGEND |= {"handlelength": 1, "columnspacing": 0.9, "handletextpad": 0.4}
 HALF, WHOLE = Fraction(RANKS - 1, RANKS), Fraction(2 * (RANKS - 1), RANKS)
 
 
@@ -71,9 +68,9 @@ def training_step():
     return ledger
 
 
-def sent_by_each_way(numel=120_000, microbatches=4):
-    """{what: bytes this rank sends} for collectives on `numel` float32 and for ways to sum a gradient of that
-    size.
+def sent_by_each_way(numel=120_000):
+    """{what: bytes this rank sends} for collectives on `numel` float32, and for a server of that many
+    weights.
     """
     group, weight, sent = world(), torch.nn.Parameter(torch.zeros(numel)), {}
 
@@ -83,26 +80,10 @@ def sent_by_each_way(numel=120_000, microbatches=4):
             run()
         sent[what] = ledger.sent_bytes()
 
-    def backward():
-        (weight * 2).sum().backward()
-
-    def kept(reducer):
-        for number in range(1, microbatches + 1):
-            reducer.enabled = number == microbatches
-            backward()
-        reducer.finish()
-        reducer.close()
-
-    def sharded():
-        slices = ScatteredGradients([weight], group)
-        for _ in range(microbatches):
-            backward()
-            slices.add()
-
     def served():
         if group.rank() == 0:
             return serve([weight], lambda params: torch.optim.SGD(params, lr=0.1), 1, group)
-        backward()
+        (weight * 2).sum().backward()
         Worker([weight], group).push_pull()
 
     x = torch.ones(numel)
@@ -110,8 +91,6 @@ def sent_by_each_way(numel=120_000, microbatches=4):
     account("all-gather", lambda: collectives.all_gather(x[: numel // group.size()], group))
     account("all-to-all", lambda: collectives.all_to_all(x, group))
     account("all-reduce", lambda: collectives.all_reduce(x, group))
-    account("accumulate m", lambda: kept(GradReducer([weight], group)))
-    account("accumulate m, sharded", sharded)
     account("parameter server", served)
     return sent
 
@@ -171,27 +150,36 @@ def draw_memory(ax, timeline, events):
         )
     peak = total.index(max(total))
     ax.text(
-        1.04 * at[peak],
+        at[peak],
         base["gradients"] + 0.35 * (total[peak] / scale - base["gradients"]),
         "activations",
+        ha="center",
         va="center",
+        fontsize=8,
+        color=ink_on(colour_of("activations")),
     )
-    ax.plot(at[peak], total[peak] / scale, "o", color=BLACK, markersize=4)
+    ax.plot(at[peak], total[peak] / scale, "o", color=rcParams["text.color"], markersize=4)
     ax.annotate(
-        f"peak {total[peak]:,} bytes",
+        f"{total[peak]:,} bytes",
         (at[peak], total[peak] / scale),
         (8, 0),
         textcoords="offset points",
         va="center",
         fontweight="bold",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        fontsize=8,
+        bbox={"facecolor": rcParams["axes.facecolor"], "edgecolor": "none", "pad": 1},
     )
     phases = [(index, event.phase) for index, event in enumerate(events) if hasattr(event, "phase")]
     for (index, phase), (_, before) in zip(phases, [(0, ""), *phases]):
         if phase != before:
-            ax.axvline(index, color=BLACK, linewidth=0.6, linestyle=":")
+            ax.axvline(index, color=rcParams["text.color"], linewidth=0.6, linestyle=":")
             ax.text(
-                index, 1.0, f" {phase}", transform=ax.get_xaxis_transform(), va="bottom", fontsize=8
+                index,
+                1.0,
+                f"  {phase}" if phase != "sum" else phase,
+                transform=ax.get_xaxis_transform(),
+                va="bottom",
+                fontsize=7,
             )
     ax.set(
         xlim=(0, at[-1]),
@@ -214,10 +202,10 @@ def draw_bytes(ax, rows):
             "o",
             markersize=9,
             markerfacecolor="none",
-            markeredgecolor=COLOURS["formula"],
+            markeredgecolor=rcParams["text.color"],
             markeredgewidth=1.5,
         )
-        ax.text(measured + 0.22, y, text, va="center")
+        ax.text(measured + 0.3, y, text, va="center", fontsize=8)
         ax.text(
             1.0,
             y,
@@ -232,11 +220,10 @@ def draw_bytes(ax, rows):
         yticks=range(len(rows)),
         yticklabels=list(rows),
         ylim=(len(rows) - 0.5, -0.6),
-        xlim=(0, 5.5),
+        xlim=(0, 6.2),
         xticks=range(4),
-        xlabel=f"bytes each rank sends, as multiples of S ({RANKS} ranks, m = 4)",
+        xlabel=f"bytes sent, in S ({RANKS} ranks)",
     )
-    ax.xaxis.label.set(ha="right", x=1)
     ax.legend(
         [bar, ring],
         ["counted", "formula"],
@@ -252,43 +239,23 @@ def draw_bytes(ax, rows):
 
 def draw_time(ax, timelines):
     drawn = draw_replayed(ax, timelines)
-    ax.set_xlabel(
-        "time (ms), replayed from the counted events: a model of the machines, not a clock"
-    )
+    ax.set_xlabel("time (ms), replayed, not a clock")
     swatches = [swatch(what) for what in COLOURS if what in drawn]
-    ax.legend(handles=swatches, loc="lower right", fontsize=8, handlelength=1.6)
+    ax.legend(handles=swatches, **LEGEND)
 
 
 def draw(memory, events, rows, timelines):
-    figure = Picture(figsize=(8.2, 7.0))
-    above, below = figure.subfigures(2, 1, height_ratios=[1.1, 1], hspace=0.04)
-    left, right = above.subplots(1, 2, width_ratios=[1, 1])
+    figure = Picture(figsize=(10.4, 3.5))
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1.05, 1.35])
     draw_memory(left, memory, events)
-    draw_bytes(right, rows)
-    wide = below.subplots()
-    draw_time(wide, timelines)
-    for ax, x, pad, text in (
-        (
-            left,
-            -0.13,
-            20,
-            f"1  Run it. A training step on {RANKS} processes:\n    what fills the memory, and when",
-        ),
-        (
-            right,
-            -0.5,
-            20,
-            "2  Count it. Bytes handed to the network,\n    beside the formulas of the papers",
-        ),
-        (
-            wide,
-            -0.185,
-            8,
-            "3  Replay it. The same code as one rank of 64, played on 64 H100:\n"
-            "    GPT-2 XL, gradients summed after backward, one by one or in one call, or in buckets during it",
-        ),
+    draw_bytes(middle, rows)
+    draw_time(right, timelines)
+    for ax, x, text in (
+        (left, -0.17, f"1  Run it: what fills memory\n    in a step of {RANKS} processes"),
+        (middle, -0.5, "2  Count it: bytes, beside\n    the formulas of the papers"),
+        (right, -0.3, "3  Replay it: GPT-2 XL as one rank\n    of 64 H100, three ways to sum"),
     ):
-        ax.set_title(text, x=x, pad=pad, fontsize=10)
+        ax.set_title(text, x=x, pad=18, fontsize=10)
     return figure
 
 
@@ -306,8 +273,6 @@ def main():
         "all-gather": (HALF, "(n\u22121)/n S"),
         "all-to-all": (HALF, "(n\u22121)/n S"),
         "all-reduce": (WHOLE, "2(n\u22121)/n S"),
-        "accumulate m": (WHOLE, "2(n\u22121)/n S"),
-        "accumulate m, sharded": (4 * HALF, "m(n\u22121)/n S"),
         "parameter server": (Fraction(RANKS - 1), "(n\u22121) S"),
     }
     sent = launch.run(sent_by_each_way, ranks=RANKS)[0]
@@ -322,17 +287,16 @@ def main():
         calls = f"{ledger.num_calls('all_reduce')} call" + "s" * (way != "fused")
         timeline = replay({0: ledger.events}, machine("h100"), dtype="bfloat16")
         timelines[f"{way},\n{calls}"] = timeline
-    with rc_context(style()):
-        write(draw(small.timeline(), small.events, rows, timelines))
+    for name, look in (("overview.png", {}), ("overview-dark.png", DARK)):
+        with rc_context(style() | look):
+            write(draw(small.timeline(), small.events, rows, timelines), name)
 
 
-def write(figure, dots_an_inch=195):
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=dots_an_inch)
-    path = Path(__file__).with_name("overview.png")
-    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
-        path, optimize=True
-    )
+def write(figure, name, dots_an_inch=180):
+    drawn, path = io.BytesIO(), Path(__file__).with_name(name)
+    Figure.savefig(figure, drawn, format="png", dpi=dots_an_inch)  # not in the style of a notebook
+    few_colours = Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    few_colours.save(path, optimize=True)
     print(f"{path.name}: {path.stat().st_size:,} bytes")
 
 

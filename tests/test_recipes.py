@@ -1,4 +1,4 @@
-"""docs/experiments.md: each block is a file of 20 lines that prints what stands below it, and would not without its technique."""
+"""docs/recipes.md: each block is a file of 20 lines that prints what stands below it, and would not without its technique."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests import patience
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "experiments.md").read_text()
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
 NAMES = ("zero2", "ring", "pipeline", "fp8", "checkpoint")
 BLOCKS = dict(zip(NAMES, re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.S), strict=True))
 WITHOUT = {  # the essential call, and what stands in its place: another output, or an error
@@ -31,8 +31,8 @@ def lines_of(text: str) -> list[str]:
 def output_of(tmp_path, monkeypatch, capfd):
     def run(code: str) -> list[str]:
         monkeypatch.chdir(tmp_path)
-        Path("experiment.py").write_text(code)
-        runpy.run_path("experiment.py", run_name="__main__")
+        Path("recipe.py").write_text(code)
+        runpy.run_path("recipe.py", run_name="__main__")
         return lines_of(capfd.readouterr().out)
 
     return run
@@ -58,9 +58,9 @@ def test_without_its_technique_it_prints_something_else(name, output_of):
 @pytest.mark.parametrize("name", ["ring", "checkpoint"])
 def test_under_torchrun_a_rank_prints_the_same(name, tmp_path):
     code, expected = BLOCKS[name]
-    (tmp_path / "experiment.py").write_text(code)
+    (tmp_path / "recipe.py").write_text(code)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    words += ["--local-ranks-filter=0", "experiment.py"]  # else lines of two ranks run into each other
+    words += ["--local-ranks-filter=0", "recipe.py"]  # else lines of two ranks run into each other
     job = patience.run([sys.executable, *words], cwd=tmp_path)
     assert job.returncode == 0, job.stderr[-2000:]
     printed = [line for line in lines_of(job.stdout) if not line.startswith("this job has")]
