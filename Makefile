@@ -10,13 +10,14 @@ ARGS   ?=
 TORCH  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help course test lint bench gpu gpus transformers triton lab doctor install exercises explorers nbgrader clean asked
+.PHONY: help course test lint bench gpu gpus transformers triton lab doctor install exercises explorers nbgrader book links clean asked
 
 help:
 	@echo "make course     chapters 00 to 03 from the first cell to the last, about two minutes"
 	@echo "make lab        JupyterLab over your own copies of chapters and exercises, in work/"
 	@echo "make doctor     is everything here that is needed?"
 	@echo "make test       everything that CI runs     (make lint, explorers, bench ONLY=..., gpu, gpus: see the file)"
+	@echo "make book       the course as a site without a network, in build/book/site; make links checks every link of it"
 	@echo "make clean      remove .venv and what was built; work/ and your answers stay"
 	@echo "Each installs into .venv first. make TORCH=cuda or TORCH=cpu ... names the build of PyTorch."
 
@@ -66,6 +67,17 @@ explorers: install         # numbers of docs/book/explorers against minitrain's,
 nbgrader: install          # proves that student notebooks are what nbgrader would write; it is no dependency, so it has a venv of its own
 	@test -x build/nbgrader/bin/nbgrader || ($(PYTHON) -m venv build/nbgrader && build/nbgrader/bin/pip install --quiet nbgrader==0.9.6)
 	@NBGRADER=$(CURDIR)/build/nbgrader/bin/nbgrader $(BIN)/python -m pytest tests/course/test_exercises.py
+
+book: build/book/venv/installed    # from what is committed: nothing is executed, so .venv is not needed
+	@build/book/venv/bin/python docs/book/make.py
+
+links:                     # of the site that was built last; outside links are listed, not fetched
+	@$(PYTHON) docs/book/links.py
+
+build/book/venv/installed: docs/book/requirements.txt    # Sphinx is no dependency, so it has a venv of its own
+	@$(PYTHON) -m venv build/book/venv
+	@build/book/venv/bin/pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 install: $(VENV)/installed
 
