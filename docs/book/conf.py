@@ -42,6 +42,7 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "show_toc_level": 2,
     "navigation_with_keys": True,
+    "navbar_persistent": [],  # the search box stands in the sidebar
     "pygments_light_style": "a11y-light",
     "pygments_dark_style": "a11y-dark",
 }
