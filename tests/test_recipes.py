@@ -12,14 +12,16 @@ from tests import patience
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "recipes.md").read_text()
-NAMES = ("zero2", "ring", "pipeline", "fp8", "checkpoint")
+NAMES = ("zero2", "ring", "pipeline", "fp8", "checkpoint", "account", "lift")
 BLOCKS = dict(zip(NAMES, re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE, re.S), strict=True))
 WITHOUT = {  # the essential call, and what stands in its place: another output, or an error
     "zero2": ("zero.finish)", "lambda: setattr(zero, 'finished', True))"),
     "ring": ("here, rings)", "here, whole)"),
     "pipeline": ('named("1f1b"', 'named("gpipe"'),
-    "fp8": ("setattr(mlp, name, LowLinear(child, PRODUCTS[recipe]))", "pass"),
+    "fp8": ("convert(mlp, recipe)", "pass"),
     "checkpoint": ("states.load_pieces(zero, ", "print("),
+    "account": ("nn.parallel.DistributedDataParallel(model)", "model"),
+    "lift": ('lift(["data_parallel.zero2:Zero2"])', '"from minitrain.data_parallel.zero2 import Zero2"'),
 }
 
 

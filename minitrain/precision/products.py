@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Blocks, Quantized, dequantize, quantize
 from minitrain.ranks import collectives
-from minitrain.ranks.checks import require_ints
+from minitrain.ranks.checks import require_ints, require_one_of
 from minitrain.ranks.devices import cuda_capability
 from minitrain.ranks.torch_private import scaled_mm
 
@@ -327,3 +327,16 @@ PRODUCTS = {
 }
 ONE_RECIPE = dict(fp8_rows="fp8_row", mxfp8="mxfp8", mxfp6="mxfp6", mxfp4="mxfp4", nvfp4="nvfp4")
 PRODUCTS |= {name: Products(*3 * (RECIPES[of_all],)) for name, of_all in ONE_RECIPE.items()}
+
+
+def convert(module: nn.Module, products: str) -> nn.Module:
+    """In place of every nn.Linear in `module` a LowLinear with its parameters and the products of that name.
+
+    Returns the module, or the LowLinear of a module that is an nn.Linear; subclasses stay as they are.
+    Raises ValueError for a name that PRODUCTS has not."""
+    require_one_of(PRODUCTS, products=products)
+    if type(module) is nn.Linear:
+        return LowLinear(module, PRODUCTS[products])
+    for name, child in module.named_children():
+        setattr(module, name, convert(child, products))
+    return module
