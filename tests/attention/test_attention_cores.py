@@ -105,11 +105,9 @@ def test_attention_op():
 
     (half_square, half_scores, half_moved, half_flops), (square, scores, moved, flops) = one(64), one(128)
     quarter_moved = one(32)[2]
-    assert (scores, half_scores) == (square, half_square)
-    assert flops == 4 * half_flops
+    assert (scores, half_scores) == (square, half_square) and flops == 4 * half_flops
     passes = 2 * (moved - 2 * half_moved)  # the c·s² of c·s² + d·s
-    assert passes == 4 * 2 * (half_moved - 2 * quarter_moved)
-    assert passes > 0.95 * moved
+    assert passes == 4 * 2 * (half_moved - 2 * quarter_moved) and passes > 0.95 * moved
 
 
 def test_rabe_memeff():

@@ -103,8 +103,7 @@ def test_snapshot_stall_ckpt(tmp_path, name):
     results = launch.run(snapshot_on_ranks, str(tmp_path), name, ranks=2)
     for rank, (began, then, steps, first, second) in enumerate(results):
         size = SHARE * (rank == 0) if name == "snapshot" else SHARE // 2
-        assert began == [("copy", size)]
-        assert then == [("previous save", size), ("copy", size)]
+        assert began == [("copy", size)] and then == [("previous save", size), ("copy", size)]
         assert steps == [1, 2] and first and second
 
 
@@ -175,8 +174,7 @@ def asynchronous_on_ranks(folder, name):
 def test_async_ckpt(tmp_path, name):
     """The stall is what is left to copy when the update begins, 512 of 1,024 bytes; nothing if nothing is."""
     for stalled, more, first, second in launch.run(asynchronous_on_ranks, str(tmp_path), name, ranks=2):
-        assert stalled == [("copy", SHARE // 4)] and "copy" not in more
-        assert first and second
+        assert stalled == [("copy", SHARE // 4)] and "copy" not in more and first and second
 
 
 def torchsnapshot_on_ranks(folder):
@@ -281,8 +279,7 @@ def test_datastates_llm(tmp_path):
     results = launch.run(datastates_on_ranks, str(tmp_path), ranks=2)
     for missing, first, again, addresses, host, good in results:
         assert missing == (CHUNK, 2 * CHUNK) and first == ("copy", CHUNK) and again == 0
-        assert addresses == 1 and set(host) == {(CHUNK, CHUNK)}
-        assert all(good)
+        assert addresses == 1 and set(host) == {(CHUNK, CHUNK)} and all(good)
 
 
 # ---- fastpersist: two buffers by turns, some of the writers ------------------------------------------------

@@ -106,8 +106,7 @@ def test_sends_what_it_sent_and_keeps_no_bias():
             core(*(x.requires_grad_() for x in (q, k, v)), bias=Alibi(SLOPES, positions(zigzag, group, T)))
         return bytes_with == bytes_without, kept
 
-    assert launch.run(rank, ranks=2) == [(True, [4, 4, 4, 4, 3])] * 2
-    assert placed(FUSED) is FUSED
+    assert launch.run(rank, ranks=2) == [(True, [4, 4, 4, 4, 3])] * 2 and placed(FUSED) is FUSED
 
 
 PROBLEM = Problem(config=small(vocab_size=32, positions="alibi", num_heads=8))

@@ -223,8 +223,7 @@ def test_the_report_of_a_notebook(judge, tmp_path):
     assert "its checks are not those of this version" in table
     assert "(line 2: return x + 1 // 0)" in table
     assert "| Traceback (most recent call last):" in table
-    assert 'File "<your answer>", line 2, in total' in table
-    assert "answer.py" not in table
+    assert 'File "<your answer>", line 2, in total' in table and "answer.py" not in table
     again = exercises.grade("00", tmp_path / "mine.ipynb", judge=judge, seed="1").table()
     found = [line for line in again.splitlines() if "total 4/10" not in line]
     assert found == [line for line in table.splitlines() if "total 4/10" not in line and "  | " not in line]
@@ -309,8 +308,7 @@ def test_exact_numbers_add_up_in_every_order_and_real_ones_do_not():
     halves = [x.to(dtype).to(x.dtype) for dtype in (torch.float32, torch.int32)]
     assert all((x != half).all() for half in halves), "they do not survive in half the bytes"
     x = draw.real(1024)
-    assert sum(x) != sum(x.flip(0))
-    assert all(Draw(None).mask(5).any() for _ in range(50))
+    assert sum(x) != sum(x.flip(0)) and all(Draw(None).mask(5).any() for _ in range(50))
     assert Draw(3).integer(0, 10**9) == Draw(3).integer(0, 10**9)
 
 

@@ -86,10 +86,8 @@ def test_bytes_and_memory_of_large_groups(nodes, places):
         (hierarchical_reduce_scatter, elements, 10),
     ):
         across, inside, peak, length = dryrun.run(rank, op, size, rank=p - 1, ranks=p)
-        assert length == made
-        assert across == M // places - M // p
-        assert inside == M - M // places
-        assert across + inside == M * (p - 1) // p
+        assert length == made and across == M // places - M // p
+        assert inside == M - M // places and across + inside == M * (p - 1) // p
         assert places * across == M * (p - places) // p  # a node, all its ranks together
         if min(nodes, places) > 1:
             besides = M + M // places if op is hierarchical_all_gather else 2 * M

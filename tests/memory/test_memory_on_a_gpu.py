@@ -12,8 +12,7 @@ def there_and_back() -> None:
     x = torch.randn(512, 512, dtype=torch.float64, device=device)
     away, wanted = to_host(x @ x), (x @ x).cpu()  # the copy waits for the product that makes its source
     host = away.wait()
-    assert torch.equal(host, wanted)
-    assert host.device.type == "cpu"
+    assert torch.equal(host, wanted) and host.device.type == "cpu"
     assert host.is_pinned() == (device.type == "cuda")
     coming = to_device(host, device)
     y = x @ x + 1  # beside it

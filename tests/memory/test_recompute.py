@@ -656,8 +656,7 @@ def test_selective_checkpoint():
         assert Fraction(more, 72 * s * b * h * h) == Fraction(s, 18 * h)
         assert round(100 * more / flops("none"), 2) == counted
         paper = (1 + s / (3 * h)) / (1 + s / (6 * h)) - 1
-        assert round(100 * paper, 1) == printed
-        assert flops("selective") - flops("none") == more / 2
+        assert round(100 * paper, 1) == printed and flops("selective") - flops("none") == more / 2
 
 
 def fused(q, k, v, dropout=0.0):

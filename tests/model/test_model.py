@@ -428,8 +428,7 @@ def test_a_layer_cut_to_half_its_heads_is_still_the_layer(name):
 def test_alibi():
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     slopes = alibi_slopes(112)  # BLOOM: not a power of two
-    assert len(set(slopes)) == 112
-    assert slopes[:64] == alibi_slopes(64)
+    assert len(set(slopes)) == 112 and slopes[:64] == alibi_slopes(64)
     assert slopes[64:66] == alibi_slopes(128)[0:3:2]
     layer = excite(Attention(VARIANTS["bloom"], dtype=torch.float64))
     x, positions = random_input(1, 6, 32), torch.arange(6)

@@ -16,7 +16,7 @@ from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.gpt import GPT
 from minitrain.model.mixture import MixtureOfExperts, RouterLosses, mixtures, move_biases
 from minitrain.model.training.optim import AdamW
-from minitrain.moe import router
+from minitrain.moe import experts, router
 from minitrain.moe.dispatch import AllToAll, CutExperts, Tokens, place_experts
 from minitrain.plan.accounting import active_parameters, forward_flops_per_token, parameters
 from minitrain.plan.strategy import Strategy
@@ -207,8 +207,7 @@ def test_which_blocks_have_experts():
         model = GPT(GPTConfig(**(SHAPE | dict(num_layers=layers)), experts=experts), device="meta")
         return [len(block.mlp.experts.up) if mixtures([block]) else 0 for block in model.layers[1:-1]]
 
-    assert counts() == [4] * 8
-    assert counts(expert_every=2) == [0, 4] * 4
+    assert counts() == [4] * 8 and counts(expert_every=2) == [0, 4] * 4
     assert counts(dense_first=3) == [0, 0, 0, 4, 4, 4, 4, 4]
     assert counts(expert_every=2, pyramid_layers=2, pyramid_experts=16) == [0, 4, 0, 4, 0, 16, 0, 16]
 
@@ -263,15 +262,23 @@ def test_switch_transformer():
 
 
 def test_token_drop_pad():
-    E, T, C = 8, 64, 10
-    scores = torch.randn(T, E, generator=torch.Generator().manual_seed(0)) - torch.arange(E) * 0.5
-    routing = router.switch(scores)
-    kept, loads = routing.within(C), routing.counts
-    used = kept.counts
-    dropped = int((kept.experts == router.NOWHERE).sum())
-    assert dropped == int((loads - C).clamp(min=0).sum()) > 0
-    padded = 1 - int(used.sum()) / (E * C)  # of the places that every expert has
-    assert padded == 1 - int(loads.clamp(max=C).sum()) / (E * C) > 0
+    """A buffer of equal room, filled by hand: what overflows is dropped, what stays empty is multiplied all the same; and
+    what comes out are the products of the tokens that the router keeps."""
+    E, T, C, D = 8, 64, 10, 12
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scores, x, up, down = draw(T, E) - torch.arange(E) * 0.5, draw(T, D), draw(E, D, 4), draw(E, 4, D)
+    kept, room, buffer = router.switch(scores).within(C), [[] for _ in range(E)], x.new_zeros(E, C, D)
+    for token, expert in enumerate(scores.argmax(1).tolist()):
+        if len(room[expert]) < C:
+            buffer[expert, len(room[expert])] = x[token]
+            room[expert].append(token)
+    tokens = sum(room, [])
+    wanted = torch.cat([y[: len(those)] for y, those in zip(F.gelu(buffer @ up) @ down, room)])
+    assert torch.allclose(experts.loop(x[tokens], kept.counts, up, down), wanted, atol=1e-12, rtol=0)
+    assert (
+        sorted(tokens) == (kept.experts[:, 0] != router.NOWHERE).nonzero()[:, 0].tolist() and len(tokens) < T
+    )
+    assert int((buffer == 0).all(-1).sum()) == E * C - int(kept.counts.sum()) > 0
 
 
 def test_gshard():

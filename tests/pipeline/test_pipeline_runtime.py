@@ -107,8 +107,7 @@ def test_pipeline_parallel():
 
 def test_mpmd():
     """Ranks run different programs, which send to each other; together they compute the unsplit model."""
-    assert len(set(lower(SCHEDULES["1f1b"](4)))) == 4
-    assert distance("1f1b", 4) < parallel.TOLERANCE
+    assert len(set(lower(SCHEDULES["1f1b"](4)))) == 4 and distance("1f1b", 4) < parallel.TOLERANCE
 
 
 def test_both_halves_of_a_backward_cost_what_the_whole_costs():

@@ -287,8 +287,7 @@ def test_gpipe():
     assert simulate(gpipe(4, 8), TWICE).makespan == 33
     again = recomputed(gpipe(4, 8))
     assert simulate(again, TWICE).makespan == 11 * (1 + 1 + 2) - 3  # an R waits for no other rank
-    assert peaks(again) == [1] * 4
-    assert trained_alike(recomputed(gpipe(2, 4))) < parallel.TOLERANCE
+    assert peaks(again) == [1] * 4 and trained_alike(recomputed(gpipe(2, 4))) < parallel.TOLERANCE
     assert trained_alike(gpipe(2, 4)) < parallel.TOLERANCE
 
 
@@ -388,8 +387,7 @@ def test_breadth_first():
     for p, m, v in [(2, 4, 2), (4, 8, 2), (4, 8, 4), (3, 9, 3), (8, 64, 4)]:
         wide, deep = breadth_first(p, m, v), interleaved(p, m, v)
         run = simulate(wide, Costs(F=Fraction(1, v), B=Fraction(2, v)))
-        assert run.overhead == Fraction(p - 1, v * m)
-        assert peaks(wide) == [m * v] * p
+        assert run.overhead == Fraction(p - 1, v * m) and peaks(wide) == [m * v] * p
         assert wide.breadth_first and not deep.breadth_first and not gpipe(p, m).breadth_first
         assert all(runs(wide, rank) == dict.fromkeys(wide.stages_of(rank), 2) for rank in range(p))
         for rank in range(p):

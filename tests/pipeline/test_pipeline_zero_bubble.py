@@ -100,8 +100,7 @@ def test_interleaved_zero_bubble():
         schedule, plain = zb_interleaved(p, m, v), interleaved(p, m, v)
         costs = Costs(F=Fraction(3, v), I=Fraction(4, v), W=Fraction(2, v))
         assert waiting(schedule, costs) == Fraction((p - 1) * (3 + 4 - 2), v)
-        assert waiting(plain, costs) == Fraction((p - 1) * 9, v)
-        assert set(peaks(schedule)) == {v * p}
+        assert waiting(plain, costs) == Fraction((p - 1) * 9, v) and set(peaks(schedule)) == {v * p}
         assert m == p or max(peaks(plain)) == v * p + p - 1
         found = {link: len(sent) for link, sent in messages(schedule).items()}
         assert found == {link: len(sent) for link, sent in messages(plain).items()}
@@ -116,11 +115,9 @@ def test_v_shape():
         for m in (2 * p - 1, 3 * p) if p < 8 else (2 * p - 1,):
             smallest, half, full = v_min(p, m), v_half(p, m), zb_v(p, m)
             assert max(peaks(smallest)) == 2 * ((p + 4) // 3)  # activations of a stage, two to a microbatch's
-            assert max(peaks(half)) == 2 * ((p + 2) // 2)
-            assert max(peaks(full)) == 2 * p
+            assert max(peaks(half)) == 2 * ((p + 2) // 2) and max(peaks(full)) == 2 * p
             assert waiting(smallest) == Fraction(2, 3) * whole + (1 if p % 3 == 0 else -1)
-            assert waiting(half) == Fraction(1, 2) * whole - p % 2
-            assert waiting(full) == 0
+            assert waiting(half) == Fraction(1, 2) * whole - p % 2 and waiting(full) == 0
             for schedule in (smallest, half, full):
                 assert schedule.stages_of(1) == [1, 2 * p - 2]
                 sent, straight = (sum(map(len, messages(s).values())) for s in (schedule, one_f_one_b(p, m)))

@@ -353,8 +353,7 @@ def test_under_sequence_parallelism_codes_are_gathered():
     tokens, width = 4 * 8, 16
     in_block = 6 * tokens * width  # x of two columns twice, two dy
     rest = found["plain"][0] - 2 * in_block
-    assert rest > 0
-    assert found["fp8_tensor"][0] == in_block + rest
+    assert rest > 0 and found["fp8_tensor"][0] == in_block + rest
     assert found["fp8_rows"][0] == found["fp8_tiles"][0] == in_block + 6 * tokens * 4 + rest
     assert len({sums for _, sums in found.values()}) == 1
 

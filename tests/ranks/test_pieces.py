@@ -42,8 +42,7 @@ def test_a_flat_range_is_a_few_rectangles_in_its_order(shape, data):
     last = data.draw(st.integers(first, size))
     found = rectangles(shape, first, last)
     assert sum((elements(start, part, shape) for start, part in found), []) == list(range(first, last))
-    assert len(found) <= max(1, 2 * len(shape) - 1)
-    assert all(math.prod(part) for _, part in found)
+    assert len(found) <= max(1, 2 * len(shape) - 1) and all(math.prod(part) for _, part in found)
 
 
 def whole_and_cuts(data) -> tuple[torch.Tensor, list[tuple[int, int]]]:

@@ -200,8 +200,7 @@ def test_rank_grid_colours_groups():
         return sorted(groups.values())
 
     dp, tp = plot.rank_grid({"dp": 2, "tp": 3}).axes
-    assert coloured(dp) == [[0, 3], [1, 4], [2, 5]]
-    assert coloured(tp) == [[0, 1, 2], [3, 4, 5]]
+    assert coloured(dp) == [[0, 3], [1, 4], [2, 5]] and coloured(tp) == [[0, 1, 2], [3, 4, 5]]
     dp, pp, tp = plot.rank_grid({"dp": 4, "pp": 4, "tp": 8}).axes  # many groups: those of rank 0
     assert [0, 32, 64, 96] in coloured(dp) and [0, 8, 16, 24] in coloured(pp) and [*range(8)] in coloured(tp)
 

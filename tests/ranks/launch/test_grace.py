@@ -46,8 +46,7 @@ def raises():
 def test_every_rank_hears_of_a_failure_and_the_right_one_is_named(tmp_path, first, words):
     with pytest.raises(launch.RankError, match=words) as error:
         launch.run(chain, tmp_path, first, ranks=3, grace_s=60)
-    assert error.value.ranks == (2,)
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    assert error.value.ranks == (2,) and {path.name for path in tmp_path.iterdir()} == {"0", "1"}
 
 
 def test_a_rank_that_does_not_end_is_ended(tmp_path):

@@ -153,8 +153,7 @@ def test_fused_there_are_fewer_products_and_computed_again_less_is_kept():
     (products, kept), _ = launch.run(products_and_memory, ranks=2)
     plain, fused, again = products
     assert plain - fused == CONFIG.num_layers * (2 + 1) * 3
-    assert plain < again <= plain + CONFIG.num_layers * 7
-    assert kept[2] < kept[0]
+    assert plain < again <= plain + CONFIG.num_layers * 7 and kept[2] < kept[0]
 
 
 def refused():

@@ -59,8 +59,7 @@ def test_what_is_said_once_and_what_in_each_step(tmp_path):
             assert n == ranks
             (length, eight), (gather, places) = found["just in time", 0]
             assert (length, eight, gather) == ("all_reduce", 8, "all_gather") and places == ranks * (16 + 2)
-            assert found["just in time", 1] == []
-            assert found["agree"] == [("all_reduce", 8)]
+            assert found["just in time", 1] == [] and found["agree"] == [("all_reduce", 8)]
             assert found["one reader"] == [("broadcast", 400)]
             (_, none), (_, eight), (gather, shares) = found["a share"]
             assert (none, eight, gather) == (0, 8, "all_gather") and 50 < shares / ranks < 150

@@ -1,13 +1,18 @@
 """Everything in files: the bits of plain training, exact bytes, and memory that does not grow with the depth."""
 
+from fractions import Fraction
+from functools import partial
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.events import Copy, Wait
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory.files import FiledLayers, FileStore
+from minitrain.systems.plan.offload import Server, Work, fuyou_phases
 from tests.parallel import small
 from tests.systems.memory.test_window import POSITIONS, TOKENS, loss_of, make_model, train_plainly, uniform
 
@@ -82,6 +87,54 @@ def test_bytes_and_memory(tmp_path, count):
             assert ledger.host_peak_bytes == 6 * 4096
             assert reads(ledger).startswith("+ + - + - -  + -".replace(" ", ""))  # three pieces, and a bias
         assert len(list(filed.parameters())) == 2 * count and elements(filed.layers) == 0
+
+
+def saved_in(store, resident, layer, x, number):
+    """layer(x), of which what autograd saves is in a file."""
+    names = [f"{number} {place}" for place in range(9)]
+
+    def put(saved):
+        if saved.data_ptr() in resident:
+            return saved
+        store.write(name := names.pop(), saved.detach())
+        return name
+
+    def get(name):
+        if isinstance(name, torch.Tensor):
+            return name
+        found = store.read(name).clone()
+        store.release(name)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(put, get):
+        return layer(x)
+
+
+def test_phases_of_fuyou_are_bytes_of_files(tmp_path):
+    """Weights in bfloat16 and 12 bytes of states there and back, the last layer's weights being there still; and what
+    is saved of three layers of five, the others are computed again."""
+    count, size = 5, 2550 * 5
+    phases = fuyou_phases(Work(size, 3000, 0, 0, 0), Server(1, 1, 1, 1, 0), Fraction(3, 5))
+    model = [torch.nn.Linear(50, 50) for _ in range(count)]  # each saves 600 bytes
+    x = torch.randn(3, 50, requires_grad=True)
+    (wanted,) = torch.autograd.grad(torch.nn.Sequential(*model)(x).sum(), x)
+    resident = {param.data_ptr() for layer in model for param in layer.parameters()}
+    with FileStore(tmp_path, buffer_bytes=4096, buffers=6) as store:
+        make = partial(AdamW, master_dtype=torch.float32)
+        filed = FiledLayers((layer.bfloat16() for layer in uniform(count)), store, make, 1000)
+        filed.step(x.detach().bfloat16(), POSITIONS, torch.sum)  # makes the states
+        with Ledger() as ledger:
+            filed.step(x.detach().bfloat16(), POSITIONS, torch.sum)
+            y = x
+            for number, layer in enumerate(model):
+                save = partial(saved_in, store, resident, layer, number=number)
+                y = save(y) if number < 3 else checkpoint(layer, y, use_reentrant=False)
+            store.flush()
+            forward = ledger.copied_bytes("to_disk") - 14 * size
+            (found,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(found, wanted) and forward == 3 / 5 * 3000
+        moved = ledger.copied_bytes("to_disk") + ledger.copied_bytes("from_disk")
+    assert moved == sum(phase["SSD"] for phase in phases.values()) - 2 * 2550
 
 
 def test_a_shared_parameter_is_refused(tmp_path):

@@ -120,8 +120,7 @@ def test_write_behind_does_not_wait_until_buffers_run_out(tmp_path, monkeypatch)
         assert store.written_bytes == 0
         threading.Timer(0.05, go.set).start()
         store.write("d", numbers(seed=1))  # waits for a buffer
-        assert store.written_bytes >= 4000
-        assert torch.equal(store.read("d"), numbers(seed=1))
+        assert store.written_bytes >= 4000 and torch.equal(store.read("d"), numbers(seed=1))
 
 
 def test_for_a_buffer_the_oldest_write_is_waited_for(tmp_path, monkeypatch):

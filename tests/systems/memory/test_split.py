@@ -206,8 +206,7 @@ def test_the_working_memory_is_a_tile(tiles):
     forward, backward, copied = peaks(tiles)
     assert forward == weight // tiles + 8 * 4 * WIDTH // tiles  # a tile of W, a tile of y
     assert backward == weight // tiles + 8 * WIDTH  # a tile of W and its part of dx; or a tile of dW
-    assert copied == (weight, weight, weight)
-    assert peaks(1)[0] == tiles * forward
+    assert copied == (weight, weight, weight) and peaks(1)[0] == tiles * forward
 
 
 def test_parameters_and_gradients_are_the_hosts():

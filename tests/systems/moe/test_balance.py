@@ -348,8 +348,7 @@ def test_bytes_of_copies_are_the_table_and_the_slices(ranks, route, case):
                 back += W
         out, home = int(rows[r].sum() - rows[r, r]), int(rows[:, r].sum() - rows[r, r])
         table = (ranks - 1) * max(map(len, held)) * 8
-        assert sent[0] == there * WORD
-        assert sent[1] == (there + (out + home) * D) * WORD + table
+        assert sent[0] == there * WORD and sent[1] == (there + (out + home) * D) * WORD + table
         assert sent[2] == sent[1] + (back + (out + home) * D) * WORD
         assert worked == rows[:, r].sum() and size == len(held[r]) * W * WORD
 

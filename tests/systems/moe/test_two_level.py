@@ -166,10 +166,8 @@ def test_two_level_all_to_all():
     """The same bits; between nodes n/g - 1 messages g times as large in place of n - g."""
     n, g = 4, 2
     for same, adjoint, (flat, two_level), within, size in launch.run(all_to_all_on_a_rank, ranks=n):
-        assert same and adjoint
-        assert flat == [size // n] * (n - g)
-        assert two_level == [g * size // n] * (n // g - 1)
-        assert within == size * (g - 1) // g
+        assert same and adjoint and flat == [size // n] * (n - g)
+        assert two_level == [g * size // n] * (n // g - 1) and within == size * (g - 1) // g
 
 
 def test_copies_are_those_of_a_router_of_random_scores():

@@ -130,9 +130,11 @@ def test_two_levels_against_a_simulated_job(chosen, disk_save_s, restart_s):
 
 
 def test_in_memory_ckpt():
-    """Memory is 24 times as fast, so its interval is shorter by sqrt(24); both levels beat either alone."""
-    shrinks = plan.young_s(MEMORY.stall_s, LLAMA_S) / plan.young_s(DISK.stall_s, LLAMA_S)
-    assert shrinks == pytest.approx(sqrt(MEMORY.stall_s / DISK.stall_s), rel=1e-12)
+    """Memory is 24 times as fast, so the best interval of a simulated job is shorter by about sqrt(24); both levels beat
+    either alone."""
+    tried = [100 * 1.1**k for k in range(36)]
+    best_s = lambda **level: min(tried, key=lambda interval_s: run(interval_s, 1500, **level).waste)
+    assert best_s(disk=DISK) / best_s(memory=MEMORY) == pytest.approx(sqrt(24), rel=0.15)
     both = two_level_run(plan.best_two_levels(MEMORY, DISK, LLAMA_S, SURVIVES)).waste
     disk_alone = run(plan.exact_s(DISK.stall_s, LLAMA_S), disk=DISK).waste
     # Memory alone: a tenth of the failures begin the job again, so it must be short to end at all.

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -380,8 +381,7 @@ def test_the_words_of_megatron_for_models():
     assert mixtral["--moe-layer-freq"] == "[1, 1, 1, 1, 1, 1, 1, 1]" and mixtral["--moe-router-topk"] == 2
     assert switch["--moe-layer-freq"] == "[0, 1, 0, 1, 0, 1, 0, 1]" and switch["--moe-router-pre-softmax"]
     found = (switch["--moe-expert-capacity-factor"], switch["--moe-router-load-balancing-type"])
-    assert found == (1.5, ["none"])
-    assert deepseek["--moe-layer-freq"] == "[0, 0, 0, 1, 1, 1, 1, 1]"
+    assert found == (1.5, ["none"]) and deepseek["--moe-layer-freq"] == "[0, 0, 0, 1, 1, 1, 1, 1]"
     asked = {"num-groups": 4, "group-topk": 2, "topk-scaling-factor": 2.5, "score-function": "sigmoid"}
     asked |= {"enable-expert-bias": True, "bias-update-rate": 1e-3, "topk": 4}
     assert {f"--moe-router-{name}": value for name, value in asked.items()}.items() <= deepseek.items()
@@ -435,6 +435,20 @@ def test_the_words_of_deepspeed_and_what_it_means_by_itself():
     assert (half.bucket_bytes, half.zero) == (500_000_000 * 2, 0)
     steps = read('{"train_batch_size": 12, "gradient_accumulation_steps": 3}')
     assert (steps.dp, steps.microbatches) == (1, 3), "a microbatch is then what is left"
+
+
+def test_deepspeed_fw():
+    """A batch is microbatch times accumulation times data ranks: two of the JSON tell the third, and one more is refused."""
+    for micro, steps, dp in product(range(1, 4), repeat=3):
+        given = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        read = lambda batch: deepspeed.read(
+            json.dumps(given | {"train_batch_size": batch}), SIZES_OF | {"length": 16}
+        )
+        strategy = read(micro * steps * dp)[0].strategy
+        assert (strategy.dp, strategy.microbatches) == (dp, steps)
+        if micro * steps > 1:
+            with pytest.raises(ValueError, match="the first is a multiple of the others"):
+                read(micro * steps * dp + 1)
 
 
 def test_the_words_of_torchtitan_and_what_it_means_by_itself():

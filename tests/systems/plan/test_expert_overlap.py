@@ -111,8 +111,7 @@ BACKWARD = [(4, 6, 10)] * 5 + [(40, 0, 0)]  # layers, then the embedding: (compu
 def test_lina():
     """Shared, an all-to-all takes twice as long; first in line, as long as alone; all-reduces end in time anyway."""
     shared = lina(BACKWARD, "share")
-    assert shared.all_to_all_s == [12] * 5
-    assert shared.end_s == 5 * (4 + 12) + 40
+    assert shared.all_to_all_s == [12] * 5 and shared.end_s == 5 * (4 + 12) + 40
     first = lina(BACKWARD, "priority", Fraction(1, 2))
     assert first.all_to_all_s == [6] * 5  # 4 seconds are whole micro-ops
     assert first.end_s == 5 * (4 + 6) + 40 < shared.end_s
@@ -208,8 +207,7 @@ def exposed_us(layer=DEEPSEEK_V3, ep=64, on=REPORTED, layers=1):
 
 def test_deepseek_v3_hides_its_all_to_alls():
     """64 ranks on 8 nodes: 12.4 ms of all-to-all per layer and pair, hidden but for 0.3, or entirely."""
-    assert exposed_us() == [12_443, 271, 0]
-    assert exposed_us(layers=4) == [4 * 12_443 + 1, 4 * 271, 0]
+    assert exposed_us() == [12_443, 271, 0] and exposed_us(layers=4) == [4 * 12_443 + 1, 4 * 271, 0]
     # one node: no network card; two: each token visits both
     wanted = {2: 4412, 8: 7760, 16: 7760, 32: 10_618}
     assert {ep: exposed_us(ep=ep) for ep in wanted} == {ep: [us, 0, 0] for ep, us in wanted.items()}

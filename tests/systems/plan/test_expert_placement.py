@@ -151,8 +151,7 @@ def test_prophet_hides_transfers_behind_the_layer_before():
         compute = [draw.randint(1, 9) for _ in range(layers)]
         copies = [draw.choice([0, 0, 1, 3, 8, 20]) for _ in range(layers)]
         hidden, plain = plan.layerwise(compute, copies), plan.layerwise(compute, copies, hidden=False)
-        assert plain == 3 * sum(compute) + 2 * sum(copies)
-        assert hidden == by_events(compute, copies)
+        assert plain == 3 * sum(compute) + 2 * sum(copies) and hidden == by_events(compute, copies)
         assert max(3 * sum(compute), 2 * sum(copies)) <= hidden <= plain
         if all(copy <= work for copy, work in zip(copies[1:], compute)):
             exposed = 2 * copies[0]  # of the first layer, there and back: nothing is before it

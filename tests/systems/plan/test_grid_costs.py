@@ -77,8 +77,7 @@ def test_where_two_dimensions_win():
     assert by_path == 64
     assert cost(many, Grid("2-D", 8)).forward_path < cost(many, Grid("1-D", 64)).forward_path
     few = mlp(tokens=1024, width=1024, inner=4096)  # 13 mk of 2-D against 2 (q + 1) mk: from q = 6
-    assert crossover(few) == 36
-    assert crossover(few, most=35) is None
+    assert crossover(few) == 36 and crossover(few, most=35) is None
     assert crossover(many, "both") == 9  # 15 (q - 1)/q² of 2-D against 4 (q² - 1)/q²
 
 

@@ -95,8 +95,7 @@ def random_case(draw):
 
 
 def test_fuyou():
-    """The chosen share is at least as good as all of a grid, and better than all smaller; iteration = max(GPU, PCIe, SSD,
-    CPU) in each of forward and backward."""
+    """The chosen share is at least as good as all of a grid, and better than all smaller."""
     draw, inside, level = random.Random(0), 0, 0
     for _ in range(100):
         work, server = random_case(draw)
@@ -108,8 +107,6 @@ def test_fuyou():
         inside += 0 < share < 1
         assert min(grid[: ceil(120 * share)], default=inf) > fuyou_s(work, server, share), "no smaller share"
         level += grid.count(fuyou_s(work, server, share)) > 1
-        phases = fuyou_phases(work, server, share)
-        assert fuyou_s(work, server, share) == sum(max(phase.values()) for phase in phases.values())
     assert 20 < inside < 80 and level > 20
     share = fuyou_share(WORK, SERVER)
     assert share not in (0, 1)

@@ -14,8 +14,7 @@ def test_by_hand():
     compute, transfer = [1] * 8, [3] * 8
     # the link brings a layer every 3, the device wants one every 1: each layer beyond the window is late by 2
     assert stalls(compute, transfer, 3) == [0, 0, 0, 0, 2, 2, 2, 2]
-    assert sum(stalls(compute, transfer, 1)) == 7 * 2
-    assert smallest_window(compute, transfer) == 6
+    assert sum(stalls(compute, transfer, 1)) == 7 * 2 and smallest_window(compute, transfer) == 6
     assert stalls([2, 2, 2], [9, 9, Fraction(5, 2)], 1) == [0, 7, Fraction(1, 2)]
 
 

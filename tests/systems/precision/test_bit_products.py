@@ -239,8 +239,7 @@ def test_bitnet_b158(learned):
     few, size = bitnet.PRODUCTS["bitnet_b158"].weights(weight, Scales())
     size = weight.abs().mean()
     wanted = torch.where(weight.abs() > size / 2, weight.sign(), 0.0)
-    assert torch.equal(few, wanted)
-    assert round(math.log2(len(few.unique())), 3) == 1.585
+    assert torch.equal(few, wanted) and round(math.log2(len(few.unique())), 3) == 1.585
     codes = bitnet.PRODUCTS["bitnet_b158"].enter(normal(7, 95, seed=2), Scales())[0].codes
     whole = bitnet.add_subtract_skip(codes, few)
     assert torch.equal(whole, codes.int() @ few.int().mT) and whole.dtype == torch.int32

@@ -96,8 +96,7 @@ def test_a_block_of_the_large_pool_is_split_only_if_more_than_1_mib_is_left(rest
     alloc(cache, a=20 * MiB)
     cache.free("a")
     alloc(cache, b=20 * MiB - rest)
-    assert cache.allocated_bytes == block
-    assert cache.memory.reserved_bytes == 20 * MiB
+    assert cache.allocated_bytes == block and cache.memory.reserved_bytes == 20 * MiB
 
 
 def test_the_smallest_block_that_fits_is_taken_and_of_equal_ones_the_lowest():
@@ -106,8 +105,7 @@ def test_the_smallest_block_that_fits_is_taken_and_of_equal_ones_the_lowest():
     for name in "dacb":
         cache.free(name)
     assert alloc(cache, x=39 * MiB) == places["b"]  # 40, the lower one
-    assert alloc(cache, y=41 * MiB) == places["c"]
-    assert alloc(cache, z=40 * MiB) == places["d"]
+    assert alloc(cache, y=41 * MiB) == places["c"] and alloc(cache, z=40 * MiB) == places["d"]
     assert calls(cache.memory, backing=True) == 4
 
 
@@ -135,8 +133,7 @@ def test_out_of_memory_gives_back_whole_segments_and_tries_again():
     alloc(cache, a=40 * MiB, b=40 * MiB)
     cache.free("a")
     alloc(cache, c=60 * MiB)
-    assert cache.retries == 1
-    assert cache.memory.reserved_bytes == 100 * MiB
+    assert cache.retries == 1 and cache.memory.reserved_bytes == 100 * MiB
     assert calls(cache.memory, backing=False) == 1
 
 
@@ -166,8 +163,7 @@ def test_max_split_size_keeps_large_blocks_whole():
     limited.free("b")
     assert alloc(limited, c=20 * MiB) == places["a"]
     assert alloc(limited, d=35 * MiB) not in places.values()  # not b, which is larger than may be split
-    assert limited.memory.reserved_bytes == 116 * MiB
-    assert alloc(limited, e=40 * MiB) == places["b"]
+    assert limited.memory.reserved_bytes == 116 * MiB and alloc(limited, e=40 * MiB) == places["b"]
     assert limited.allocated_bytes == (20 + 36 + 50) * MiB  # d and e whole
     limited.free("e")
     where = alloc(limited, f=72 * MiB)
@@ -196,17 +192,14 @@ def test_max_split_size_gives_back_no_more_than_is_needed():
             limited.free("small")
         limited.alloc("new", asked * MiB)
         kept = sorted(size // MiB for address, size in segments(limited) if size // MiB not in (38, asked))
-        assert kept == left
-        assert limited.retries == (asked == 260)
+        assert kept == left and limited.retries == (asked == 260)
 
 
 def test_expandable_segments_grow_by_pages_and_split_from_512_bytes():
     cache = allocator(settings=EXPANDABLE)
-    assert alloc(cache, a=15 * MiB) == 0
-    assert cache.memory.reserved_bytes == 20 * MiB
+    assert alloc(cache, a=15 * MiB) == 0 and cache.memory.reserved_bytes == 20 * MiB
     assert alloc(cache, b=15 * MiB) == 15 * MiB  # 5 MiB of the first page, then a second
-    assert cache.memory.reserved_bytes == 40 * MiB
-    assert cache.allocated_bytes == 30 * MiB
+    assert cache.memory.reserved_bytes == 40 * MiB and cache.allocated_bytes == 30 * MiB
     alloc(cache, c=10 * MiB - 512)
     assert cache.memory.reserved_bytes == 40 * MiB
     assert alloc(cache, d=512 + MiB) == 40 * MiB - 512  # the 512 bytes left, and a page more
@@ -232,10 +225,8 @@ def test_expandable_segments_give_back_empty_pages_in_the_middle():
     assert cache.retries == 1 and cache.memory.reserved_bytes == 200 * MiB
     cache.free("k")
     cache.empty_cache()
-    assert cache.memory.reserved_bytes == 160 * MiB
-    assert alloc(cache, l=20 * MiB) == 20 * MiB
-    assert alloc(cache, m=20 * MiB) == 60 * MiB
-    assert cache.retries == 1
+    assert cache.memory.reserved_bytes == 160 * MiB and alloc(cache, l=20 * MiB) == 20 * MiB
+    assert alloc(cache, m=20 * MiB) == 60 * MiB and cache.retries == 1
 
 
 ALLOCATORS = {
@@ -287,10 +278,8 @@ def test_all_is_given_back_when_all_is_free(name):
 def test_memory_fragmentation():
     """A request of 30 % of the memory fails while 32 % is free, in ten holes; 68 % is in use."""
     done = replay(BROKEN, CachingAllocator(CAPACITY))
-    assert done.events == len(BROKEN) - 1
-    assert done.died.requested_bytes == 0.3 * CAPACITY
-    assert done.died.free_bytes == 0.32 * CAPACITY
-    assert done.died.largest_bytes == 32 * MiB
+    assert done.events == len(BROKEN) - 1 and done.died.requested_bytes == 0.3 * CAPACITY
+    assert done.died.free_bytes == 0.32 * CAPACITY and done.died.largest_bytes == 32 * MiB
     assert (done.allocated[-1], done.reserved[-1]) == (680 * MiB, CAPACITY)
     assert (
         done.utilization == 0.712
@@ -325,8 +314,7 @@ def test_gmlake():
     """The trace that died lives: ten holes of 32 MiB are stitched, nothing moves, nothing is reserved anew."""
     cache = StitchingAllocator(CAPACITY)
     done = replay(BROKEN, cache)
-    assert done.died is None
-    assert done.reserved_peak == done.reserved[-1] <= CAPACITY
+    assert done.died is None and done.reserved_peak == done.reserved[-1] <= CAPACITY
     last = done.placed[-1]
     assert last.block == 20 and len(last.pieces) > 1
     assert sum(size for _, size in last.pieces) == 300 * MiB

@@ -83,7 +83,6 @@ def test_datastates_waits_only_when_its_buffer_is_full():
         chunks = [f"{s}.{j}" for s in range(2) for j in range(6)]
         held = [(played.start(f"copy {c}"), played.end(f"write {c}")) for c in chunks]
         most = max(sum(a <= at < b for a, b in held) for at, _ in held)
-        assert most == buffers
-        assert (played.stall("train") == 0) == (buffers == 6)
+        assert most == buffers and (played.stall("train") == 0) == (buffers == 6)
     stalls = [stall_s(WORK, state, pipeline.datastates(6, buffers)) for buffers in (1, 2, 3, 4, 5, 6)]
     assert stalls == sorted(stalls, reverse=True) and stalls[-1] == 0

@@ -57,8 +57,7 @@ def test_overlap_by_hand():
     assert timeline.step_s == close(7)
     assert (timeline.compute_s, timeline.communication_s) == (close(6), close(4))
     parts = timeline.exposed_communication_s, timeline.waiting_s, timeline.idle_s
-    assert parts == (close(1), close(1), close(0))
-    assert timeline.accounts[1].overlap_s == close(3)
+    assert parts == (close(1), close(1), close(0)) and timeline.accounts[1].overlap_s == close(3)
     assert [(s.kind, s.start_s, s.end_s) for s in timeline.spans[0]] == [
         ("compute", 0, close(2)), ("compute", 2, close(5)), ("transfer", 2, close(6)), ("wait", 5, close(6)),
         ("compute", 6, close(7)),

@@ -103,8 +103,7 @@ def test_static_and_dynamic_offload():
     what fits at the worst moment; with constant memory both are the same."""
     varying = [60, 20, 40, 50, 20, 60]
     (static, kept), (dynamic, follows) = (stall(varying, dynamic) for dynamic in (False, True))
-    assert kept == [0] * 6 and follows == [6, 0, 2, 3, 0, 6]
-    assert 0 < dynamic < static
+    assert kept == [0] * 6 and follows == [6, 0, 2, 3, 0, 6] and 0 < dynamic < static
     run = play(swaps.offloading(follows, 6, 2, 10), {"to device": 2})
     fetched = [sum(f"fetch {6 * t + i}" in run.tasks for i in range(6)) for t in range(6)]
     assert fetched == [6, 6, 6, 4, 6, 6], "what was dropped is fetched again, what newly stays for once"

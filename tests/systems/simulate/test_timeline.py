@@ -31,8 +31,7 @@ TIMELINE = Timeline(machine("h100"), {3: spans(3), 1: spans(1)})
 def test_the_account_of_each_rank_and_the_mean_of_all():
     assert TIMELINE.step_s == 9.5
     assert TIMELINE.accounts == {3: Account(3, 6.5, 5.5, 2, 1), 1: Account(3, 4.5, 3.5, 2, 3)}
-    assert TIMELINE.accounts[3].overlap_s == 1
-    assert TIMELINE.mean == Account(3, 5.5, 4.5, 2, 2)
+    assert TIMELINE.accounts[3].overlap_s == 1 and TIMELINE.mean == Account(3, 5.5, 4.5, 2, 2)
     means = [getattr(TIMELINE, f"{name}_s") for name in ("compute", "communication", "exposed_communication")]
     assert [*means, TIMELINE.waiting_s, TIMELINE.idle_s] == [3, 5.5, 4.5, 2, 2]
     assert [span.name for span in TIMELINE.transfers(1)] == ["all_reduce", "send", "to_host"]

@@ -399,8 +399,7 @@ def test_what_depth_saves_and_what_it_costs():
         for me in (0, q * q * d - 1):
             activations, weights, (forward, backward), held = dryrun.run(rank, q, d, rank=me, ranks=q * q * d)
             assert activations == (q - 1) * DOUBLE * m * k // d // q**2
-            assert weights == (q - 1) * DOUBLE * k * n // q**2
-            assert forward == activations + weights
+            assert weights == (q - 1) * DOUBLE * k * n // q**2 and forward == activations + weights
             assert backward == 2 * forward + 2 * (d - 1) * DOUBLE * k * n // q**2 // d
             assert held == k * n // q**2
             volumes[q, d] = activations, weights

@@ -128,8 +128,7 @@ def check_delta(problem):
     for _ in range(100):
         choice[draw.randrange(4)] = draw.choice(options)
         tasks, before = simulated.tasks_of(problem, choice), delta.recomputed
-        assert delta.change(tasks) == max(delta.end)
-        assert delta.end == simulated.simulate(tasks)
+        assert delta.change(tasks) == max(delta.end) and delta.end == simulated.simulate(tasks)
         saved += len(tasks) - (delta.recomputed - before)
     assert saved > 0.2 * 100 * len(tasks)
     still = delta.recomputed
