@@ -26,7 +26,7 @@ function faults() {
   const found = [];
   const all = (selector) => [...document.querySelectorAll(selector)];
   for (const input of all("input, select")) if (!input.labels.length) found.push(`${input.name} has no label`);
-  for (const svg of all("svg:not([aria-hidden] svg)")) {
+  for (const svg of all("svg:not([aria-hidden], [aria-hidden] *)")) {
     if (svg.getAttribute("role") !== "img" || !svg.getAttribute("aria-label")) found.push("a picture without words");
   }
   if (!document.querySelector("[role=status]")) found.push("no live region");

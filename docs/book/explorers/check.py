@@ -22,9 +22,16 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
+import presets
+
+from minitrain.compose.dry_runs import work_of
+from minitrain.model.config import presets as configs
 from minitrain.pipeline.schedule import peak
 from minitrain.pipeline.schedules_by_name import CHUNKED, named
 from minitrain.pipeline.simulate import Costs, simulate
+from minitrain.plan.predict.predicted_step import predict
+from minitrain.plan.predict.training_run import TrainingRun
+from minitrain.plan.simulate.machines import MACHINES
 from minitrain.systems.communication import algorithms, chunk_schedule
 from minitrain.systems.communication.cost_model import flat, time_s
 from minitrain.systems.network import graph
@@ -34,6 +41,7 @@ HERE = Path(__file__).parent
 BROWSERS = "chromium", "chromium-browser", "google-chrome"
 FIRST_PAINT_MS, DRAG_MS = 1000, 50
 WIDTHS = 390, 820, 1280
+WORKS = 6
 
 
 class Browser:
@@ -213,8 +221,54 @@ def network(k: int, seed: int, traffic: str, shift: int, route: str, parts: int)
 _tree = cache(fat_tree)
 NETWORK = """(given) => { const { loads, times } = explore(given); return { loads, times } }"""
 
+# ---- layout ------------------------------------------------------------------------------------------------
+
+
+@cache
+def counted(seed: int) -> list[tuple[str, int, int, int]]:
+    """Few of the works in layout-data.js: each is two dry runs here."""
+    works = [(name, tp, cp, rows) for name in presets.LENGTHS for tp, cp, rows in presets.sizes(name)]
+    return random.Random(seed).sample(works, WORKS)
+
+
+def draw_layout(draw: random.Random) -> dict:
+    model, tp, cp, rows = draw.choice(counted(given.seed))
+    shape = dict(model=model, tp=tp, cp=cp, rows=rows, dp=2 ** draw.randint(0, 8), pp=2 ** draw.randint(0, 4))
+    run = dict(
+        machine=draw.choice(presets.NAMES), m=draw.choice([2 ** draw.randint(0, 7), draw.randint(1, 128)])
+    )
+    return shape | run | dict(zero=draw.randint(0, 3), recompute=draw.choice(["none", "full"]))
+
+
+def layout(model: str, machine: str, rows: int, m: int, **shape) -> dict:
+    config, length = configs[model], presets.LENGTHS[model]
+    strategy, batch = presets.strategy(microbatches=m, **shape), shape["dp"] * m * rows
+    run = TrainingRun(config, strategy, MACHINES[machine], batch, length, presets.STACK)
+    found = predict(run, work_of)
+    parts = {name: time / found.step_s for name, time in found.parts.items() if name not in ("ep", "p2p")}
+    sizes = dict(ranks=strategy.ranks, tokens=batch * length)
+    return dict(step=found.step_s, mfu=found.mfu, parts=parts, memory=found.memory) | sizes
+
+
+LAYOUT = """(given) => { const { capacity, ...found } = explore(given);
+  for (const name in found.parts) found.parts[name] /= found.step;
+  return found }"""
+
+
+def up_to_date(seed: int) -> None:
+    """Do models, machines and these works stand in layout-data.js as they are counted now?"""
+    text = presets.FILE.read_text()
+    stored, fresh = json.loads(text[text.index("{") : text.rindex(";")]), presets.data(counted(seed))
+    for name, model in fresh["models"].items():
+        kept = stored["models"][name]["work"]
+        model["work"] = kept | model["work"]
+    if wrong := differs(json.loads(json.dumps(fresh)), stored, 0.0):
+        sys.exit(f"{presets.FILE.name} is out of date, run presets.py: {wrong}")
+
+
 PAGES = {  # page -> (a setting, minitrain's answer, the page's answer, the slider that is dragged)
     "schedules.html": (draw_schedule, schedule, SCHEDULE, "m"),
+    "layout.html": (draw_layout, layout, LAYOUT, "m"),
     "collectives.html": (draw_collective, collective, COLLECTIVE, "n"),
     "network.html": (draw_network, network, NETWORK, "seed"),
 }
@@ -224,7 +278,7 @@ PAGES = {  # page -> (a setting, minitrain's answer, the page's answer, the slid
 
 
 def differs(ours, theirs, tolerance: float, where: str = "") -> str | None:
-    """Where two nested values differ by more than a relative tolerance (whole numbers: at all), or None."""
+    """Where two nested values differ by more than the tolerance (whole numbers: at all), or None."""
     if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
         pairs = ((f"{where}.{key}", ours[key], theirs[key]) for key in ours)
     elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
@@ -232,9 +286,7 @@ def differs(ours, theirs, tolerance: float, where: str = "") -> str | None:
     else:
         numbers = isinstance(ours, int | float) and isinstance(theirs, int | float)
         exact = not numbers or isinstance(ours, int)
-        close = (
-            ours == theirs if exact else abs(ours - theirs) <= tolerance * max(abs(ours), abs(theirs), 1e-12)
-        )
+        close = ours == theirs if exact else abs(ours - theirs) <= tolerance * max(abs(ours), 1)
         return None if close else f"{where or 'all'}: minitrain {ours!r}, page {theirs!r}"
     return next(filter(None, (differs(a, b, tolerance, name) for name, a, b in pairs)), None)
 
@@ -245,10 +297,11 @@ def compare(browser, page: str, draws: int, seed: int) -> str:
     settings = [draw_one(draw) for _ in range(draws)]
     browser.open(page)
     theirs, refused = browser.run(f"{json.dumps(settings)}.map({script})"), 0
+    tolerance = 1e-8 if page == "layout.html" else 1e-12  # whose data have nine digits
     for setting, found in zip(settings, theirs):
         ours = answer(**setting)
         refused += ours is None
-        if wrong := differs(ours, found, 1e-6 if page == "layout.html" else 1e-12):
+        if wrong := differs(ours, found, tolerance):
             sys.exit(f"{page}: {setting}: {wrong}")
     return f"{draws} settings equal ({refused} of them refused by both)"
 
@@ -294,13 +347,16 @@ def pictures(browser: Browser, folder: Path) -> None:
             (folder / name).write_bytes(base64.b64decode(shot))
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pictures", type=Path)
     parser.add_argument("--page", choices=PAGES)
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
     program = next(filter(shutil.which, BROWSERS), None)
     if not program:
         print("no chromium: the pages' functions run in node, nothing is measured")
@@ -309,6 +365,8 @@ def main() -> None:
         if given.pictures:
             return pictures(browser, given.pictures)
         for page in [given.page] if given.page else PAGES:
+            if page == "layout.html":
+                up_to_date(given.seed)
             said = compare(browser, page, given.draws, given.seed)
             print(f"{page:<18}{said}{'; ' + measure(browser, page) if program else ''}", flush=True)
     finally:
@@ -316,4 +374,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    given = arguments()
     main()

@@ -24,6 +24,9 @@ function explorer(draw) {
       if (output && output.dataset.own === undefined) output.textContent = input.value;
     }
     const sentence = draw(setting());
+    for (const output of document.querySelectorAll("form output")) {
+      output.closest("label").querySelector("input").setAttribute("aria-valuetext", output.textContent);
+    }
     clearTimeout(said); // a drag is said once, when it rests
     said = setTimeout(() => {
       $("#said").textContent = sentence;
