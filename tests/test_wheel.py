@@ -98,5 +98,4 @@ def test_a_clone_lays_out_the_same(tmp_path):
     copied = {path.relative_to(tmp_path / "new") for path in home.files(tmp_path / "new")}
     assert copied == {path.relative_to(ROOT) for path in home.files(ROOT)} and len(copied) > 50
     assert home.find(tmp_path / "new" / "notebooks") == tmp_path / "new"
-    assert home.find(tmp_path, package=tmp_path / "minitrain") is None
-    assert home.find(tmp_path) == ROOT
+    assert home.find(tmp_path, package=tmp_path / "minitrain") is None and home.find(tmp_path) == ROOT

@@ -249,8 +249,7 @@ def test_a_checkpoint_has_14_bytes_a_parameter(name, pp, nominal, terabytes):
             )  # an element of each dtype, of each kind of copies
             total += held * 8 * stages * ranks
     count = parameters(presets[name])
-    assert total == 14 * count and abs(count / nominal - 1) < 0.01
-    assert 14 * nominal == terabytes * 1e12
+    assert total == 14 * count and abs(count / nominal - 1) < 0.01 and 14 * nominal == terabytes * 1e12
 
 
 def test_the_same_bytes_in_a_real_run_and_a_dry_one():

@@ -133,8 +133,7 @@ def test_what_the_settings_ask_of_a_router():
     half = MixtureOfExperts(limited, 8, dtype=torch.bfloat16)
     for param in half.parameters():
         torch.nn.init.normal_(param)
-    assert half.router.bias.dtype == torch.float32
-    assert half(x.bfloat16(), at).dtype == torch.bfloat16
+    assert half.router.bias.dtype == torch.float32 and half(x.bfloat16(), at).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("factor, room", [(0.0, 4), (0.5, 2), (9.0, 8)])

@@ -512,8 +512,7 @@ def test_the_loss_of_real_text_falls():
         lambda: train(GPTConfig(num_layers=2), Strategy(), hyper, **settings), ranks=1
     )
     losses = [record["loss"] for record in records]
-    assert losses == sorted(losses, reverse=True)
-    assert records[-1]["held_out"] < frequencies < losses[0]
+    assert losses == sorted(losses, reverse=True) and records[-1]["held_out"] < frequencies < losses[0]
 
 
 def said_by(call):

@@ -171,8 +171,7 @@ def test_case_internlm2_heatmap(internlm2):
     assert direct.offsets("dp").keys() == {-24, -16, -8, 8, 16, 24}  # six lines
     squares = {(a, b) for a in range(128) for b in range(128) if a // 8 == b // 8 and a != b}
     assert direct.pairs("tp").keys() == squares and len(squares) == 16 * 8 * 7
-    assert len(direct.talking(*axes)) == 16 * 56 + 128 * 3 + 192 == 1472
-    assert sums == {"dp", "dp_tp"}
+    assert len(direct.talking(*axes)) == 16 * 56 + 128 * 3 + 192 == 1472 and sums == {"dp", "dp_tp"}
     for matrix in (rings, direct):  # nothing of tp leaves its node, everything of dp and pp does
         assert matrix.leaving(8, "tp") == 0
         assert all(matrix.leaving(8, axis) == sum(matrix.pairs(axis).values()) > 0 for axis in ("dp", "pp"))

@@ -1,7 +1,7 @@
 """Searches for stages: each against every plan of its space, and the time of a step against a simulation."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 
 import pytest
@@ -12,6 +12,7 @@ from minitrain.systems.plan.search import staged
 from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, every, example, linear
 from minitrain.systems.plan.search.race import every_run
 from minitrain.systems.plan.search.staged import aceso, primitives, resized, slowest, starts
+from tests import parallel
 from tests.systems.plan.search.drawn import blocks, chain
 
 
@@ -136,6 +137,26 @@ def test_alpa():
     with pytest.raises(ValueError, match="fits into 1 bytes"):
         staged.alpa(replace(problem, memory_bytes=1))
     check_megatron()
+
+
+def test_found_plans_train_as_one_process():
+    """On four ranks: the stages that Alpa, Galvatron and Aceso find, each with tensors over its two devices."""
+    gpt = Problem(
+        (block("block", 32, 128),) * 4, 8, (Level(2, 2.0**26), Level(2, 2.0**35)), 2.0**44, microbatches=4
+    )
+    toy = parallel.Problem(config=parallel.small(num_layers=4), batch_sizes=(8, 7), microbatches=4)
+    reference, cuts = parallel.one_process(toy), set()
+    for search in (staged.alpa, staged.galvatron, staged.aceso):
+        plan = search(replace(gpt, shardings=("dp", "tp"))).choice
+        assert {(stage.devices, option.shardings) for stage in plan for option in stage.options} == {
+            (2, ("tp",))
+        }
+        ends = [0, *(stage.layers.stop + 1 for stage in plan[:-1]), 6]  # embedding first, head last
+        cuts.add(tuple(range(*pair) for pair in pairwise(ends)))
+    assert len(cuts) == 2
+    for cut in cuts:
+        how = dict(shape=dict(dp=1, pp=2, tp=2), schedule=one_f_one_b(2, 4), cuts=[*cut])
+        assert parallel.pipeline_difference(toy, reference=reference, **how) < parallel.TOLERANCE
 
 
 def program(problem):
