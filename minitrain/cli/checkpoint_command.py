@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 from typer import Argument, Option, echo
 
-app = typer.Typer(help="What is in a folder of checkpoints, and is it whole?")
+from minitrain.model.training.flags import Group
+
+app = typer.Typer(cls=Group, help="What is in a folder of checkpoints, and is it whole?")
 Folder = Annotated[Path, Argument(help="of checkpoints")]
 Step = Annotated[int | None, Option(help="of the checkpoint; else the newest")]
 

@@ -27,7 +27,7 @@ def lift_command(
 
     \b
     minitrain lift data_parallel.zero1:Zero1 > zero1.py
-    minitrain lift pipeline.runtime:Runner.__call__ pipeline.schedules.one_direction:one_f_one_b > pipeline.py
+    minitrain lift pipeline.runtime:Runner.__call__ > pipeline.py
     minitrain lift --list ring"""
     if listed:
         return list_all(names or [])

@@ -20,16 +20,17 @@ from typer import Argument, Option, echo
 
 from minitrain.cli import checkpoint_command, plan_command, replay_command, tokenize_command, train_command
 from minitrain.cli.lift_command import lift_command
-from minitrain.cli.replay_command import among
 from minitrain.cli.sample_command import sample
 from minitrain.course import home, notebook
 from minitrain.course import lab as copies
+from minitrain.course.atlas import SHOWN, named, near, search
+from minitrain.model.training.flags import Command, Group, among
 
 UsageError = typer.BadParameter.__mro__[1]  # typer gives this exception of click's no name
 ROOT = notebook.CHAPTERS.parent
 MOST_LETTERS = 800  # of a complaint
 HELP = "Learn how large models are trained on many machines, by running it."
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, help=HELP)
+app = typer.Typer(cls=Group, rich_markup_mode=None, pretty_exceptions_enable=False, help=HELP)
 
 
 def main() -> None:
@@ -63,11 +64,11 @@ def options(
         echo(context.get_help())
 
 
-app.command()(train_command.train)
+app.command(cls=Command)(train_command.train)
 app.command()(sample)
 app.command()(tokenize_command.tokenize)
 app.command()(plan_command.plan)
-app.command()(replay_command.replay)
+app.command(cls=Command)(replay_command.replay)
 app.command("lift")(lift_command)
 app.add_typer(checkpoint_command.app, name="checkpoint")
 
@@ -196,10 +197,16 @@ def grade(
 
 
 @app.command()
-def atlas(words: Annotated[list[str] | None, Argument(help="only rows with all these words")] = None) -> None:
+def atlas(
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            help="only rows with all these words",
+            autocompletion=lambda incomplete: among(named())(incomplete.lower()),
+        ),
+    ] = None,
+) -> None:
     """Search the systems the course covers, best match first; each names the test that proves it."""
-    from minitrain.course.atlas import SHOWN, near, search
-
     wish = " ".join(words or [])
     found = search(wish)
     for row in found:

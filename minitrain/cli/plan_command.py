@@ -11,8 +11,9 @@ from typing import Annotated
 
 from typer import Option, echo
 
-from minitrain.cli.replay_command import among, known, writable
+from minitrain.cli.replay_command import known, writable
 from minitrain.model.config import presets
+from minitrain.model.training.flags import among
 from minitrain.plan.planner import Task, needs, pareto, search, why
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.training_run import STACKS
@@ -45,9 +46,9 @@ def plan(
     """The fastest ways to train a model on so many devices: time, MFU and memory, predicted.
 
     \b
-    minitrain plan --model llama3-70b --machine h100 --ranks 512 --batch 1024 --length 8192
-    minitrain plan --model gpt3-175b --machine a100 --ranks 1024 --batch 1536 --length 2048 --explain
-    minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain --out plan.json"""
+    minitrain plan --model llama3-70b --ranks 512 --batch 1024 --length 8192
+    minitrain plan --model gpt3-175b --machine a100 --ranks 1024 --length 2048
+    minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain"""
     require_positive_ints(top=top)
     writer = None if emit is None else known(EMIT, system=emit)
     writable(out=out)

@@ -1,6 +1,5 @@
 """`minitrain replay`: a training step of a published model in any layout, dry, on a described machine."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,18 +7,13 @@ from typing import Annotated, Any
 from typer import Argument, Option, echo
 
 from minitrain.model.config import GPTConfig, meant, presets
-from minitrain.model.training.flags import chosen, flags, options
+from minitrain.model.training.flags import among, chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES, Machine
-from minitrain.plan.strategy import Strategy
+from minitrain.plan.strategy import CHOICES, Strategy
 from minitrain.ranks.checks import require_ints
 from minitrain.systems.simulate.replay import calibrated
-
-
-def among(*known: dict) -> Callable[[str], list[str]]:
-    """What the Tab key offers: the keys that begin with what is typed."""
-    return lambda incomplete: [name for names in known for name in names if name.startswith(incomplete)]
 
 
 def known(names: dict, **given: str):
@@ -36,7 +30,7 @@ def writable(**given: Path | None) -> None:
         raise ValueError(f"{name}={path}: give a file in a folder that is there")
 
 
-@options(flags(Strategy, unset=True))
+@options(flags(Strategy, unset=True, panel="Layout over ranks, by default as said above", choices=CHOICES))
 def replay(
     model: Annotated[str, Argument(help="such as llama3-8b or gpt2", autocompletion=among(presets))],
     machine: Annotated[str, Option(help="such as h100 or a100", autocompletion=among(MACHINES))] = "h100",

@@ -23,7 +23,7 @@ def tokenize(
 
     \b
     minitrain tokenize a.txt b.txt --out data
-    minitrain tokenize wiki.jsonl --tokenizer tokenizer.json --end '<|endoftext|>' --name wiki --out data"""
+    minitrain tokenize wiki.jsonl --tokenizer tokenizer.json --end '</s>' --out data"""
     from minitrain.model.data.token_files import require, write_pair
     from minitrain.model.data.tokenizer import Tokenizer
 

@@ -19,12 +19,12 @@ import typer
 from typer import Option
 
 from minitrain.cli.checkpoint_command import config_in, step_of, store_of
-from minitrain.cli.replay_command import among, known
+from minitrain.cli.replay_command import known
 from minitrain.model.config import ExpertsConfig, GPTConfig, plain_values, presets
-from minitrain.model.training.flags import chosen, flags, options
+from minitrain.model.training.flags import among, chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting import parameters
-from minitrain.plan.strategy import Strategy
+from minitrain.plan.strategy import CHOICES, Strategy
 from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.process import in_a_job
 from minitrain.systems.plan.emit.training_job import read
@@ -32,14 +32,15 @@ from minitrain.systems.plan.emit.training_job import read
 WEEK_S = 7 * 86_400
 OF_TRAINING = ("dropout", "capacity_factor", "balance_alpha", "z_alpha", "bias_speed")  # not of its weights
 BAR = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+PRESET = "by default the preset's"
 MODEL = dict(num_layers="--layers", d_model="--width", num_heads="--heads", num_kv_heads="--kv-heads")
 
 
 @options(
-    flags(Hyperparameters, short=dict(batch_size="--batch")),
-    flags(Strategy),
-    flags(GPTConfig, unset=True, leave_out=("experts",), short=MODEL),
-    flags(ExpertsConfig, unset=True),
+    flags(Hyperparameters, panel="Steps and learning rate", short=dict(batch_size="--batch")),
+    flags(Strategy, panel="Layout over ranks, and precision", choices=CHOICES),
+    flags(GPTConfig, panel=f"Model, {PRESET}", unset=True, leave_out=("experts",), short=MODEL),
+    flags(ExpertsConfig, panel=f"Experts of a model, {PRESET}", unset=True),
 )
 def train(
     preset: Annotated[
@@ -69,10 +70,10 @@ def train(
 
     \b
     minitrain train --dp 2 --tp 2 --zero 1 --steps 50
-    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --checkpoint saved --every 50 --async
-    minitrain train --dp 2 --zero 3 --checkpoint saved --resume           goes on, in another layout
-    minitrain train --dp 2 --data FOLDER                                  made by minitrain tokenize
-    minitrain train --start imported --lr 1e-4 --tp 2                     from weights alone
+    minitrain train --pp 2 --microbatches 4 --schedule zb_h1 --checkpoint saved
+    minitrain train --dp 2 --zero 3 --checkpoint saved --resume  # another layout
+    minitrain train --dp 2 --data FOLDER        # made by minitrain tokenize
+    minitrain train --start imported --lr 1e-4  # from weights alone
     minitrain train --dp 4 --survive --replace 1 --chaos "kill 2 @5 backward"
     torchrun --nproc-per-node 4 -m minitrain train --dp 4 --zero 3
     """

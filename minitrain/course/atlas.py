@@ -64,13 +64,17 @@ def near(query: str) -> str:
     counts = {word: len(search(word)) for word in wanted}
     if all(counts.values()):
         return "each word occurs, but not together: " + ", ".join(f"{w} {n}" for w, n in counts.items())
-    words = re.findall(r"[a-z0-9]+", " ".join(f"{row.name} {row.idea}" for row in rows()).lower())
-    known = sorted({word for word in words if len(word) > 2})
+    known = [word for word in named() if len(word) > 2]
     told = []
     for word in (word for word in wanted if not counts[word]):
         alike = get_close_matches(word, known, cutoff=0.6)
         told.append(f"nothing has {word!r}" + (f"; near it are {', '.join(alike)}" if alike else ""))
     return "; ".join(told)
+
+
+def named() -> list[str]:
+    """Words of names and ideas, in small letters."""
+    return sorted({*re.findall(r"[a-z0-9]+", " ".join(f"{row.name} {row.idea}" for row in rows()).lower())})
 
 
 def _rank(word: str, row: Row) -> tuple[int, int]:

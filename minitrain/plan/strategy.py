@@ -23,7 +23,7 @@ from minitrain.pipeline.partition import even
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.schedules_by_name import NAMES, named, stages_of
 from minitrain.precision.policies import FIRST_SCALE, POLICIES, PRODUCTS
-from minitrain.ranks.checks import MOST, require_ints, require_positive_ints, require_text
+from minitrain.ranks.checks import MOST, near, require_ints, require_positive_ints, require_text
 
 AXES = ("dp", "pp", "cp", "tp")
 # Letters of parameters, gradients and optimizer state, none cut finer than the next; as in hybrid.py.
@@ -271,7 +271,7 @@ def check_alone(s: Strategy) -> None:
         raise ValueError(f"zero={s.zero!r}; use 0 (no sharding), {sharded}")
     for name, choices in CHOICES.items():
         if (value := getattr(s, name)) not in choices:
-            raise ValueError(f"{name}={value!r}; use {', '.join(choices)}")
+            raise ValueError(f"{name}={value!r}; use {', '.join(choices)}{near(value, choices)}")
     parse_compress(s.compress)
     order = s.order.split("-")
     if sorted(order) != sorted(AXES):

@@ -13,6 +13,7 @@ Each raises ValueError with the name, what was given and what is allowed.
 import math
 import re
 from collections.abc import Callable, Collection, Iterable
+from difflib import get_close_matches
 from numbers import Integral, Real
 
 MOST = 1 << 24  # more are not gone through one by one
@@ -62,7 +63,15 @@ def require_one_of(allowed: Iterable, **values) -> None:
     allowed = list(allowed)
     is_one = lambda value, one: value is one or (type(value) is type(one) and value == one)
     fits = lambda value: any(is_one(value, one) for one in allowed)
-    _check_each(values, fits, f"use {', '.join(map(str, allowed))}")
+    for name, value in values.items():
+        wanted = f"use {', '.join(map(str, allowed))}{near(value, map(str, allowed))}"
+        _check_each({name: value}, fits, wanted)
+
+
+def near(given, allowed: Iterable[str]) -> str:
+    """'; did you mean ring?' for rng, or nothing."""
+    found = get_close_matches(given, allowed, n=1) if isinstance(given, str) else ()
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def _is_finite(value) -> bool:

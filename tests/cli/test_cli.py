@@ -120,7 +120,7 @@ NAMES = {  # a wrong name, and what is said before torch is loaded
     "train --nope 3": "No such option: --nope",
     "train --tp x": "Invalid value for '--tp'",
     "train --pp 2 --schedule nope": "schedule='nope'; use gpipe",
-    "train --cp 2 --layout nope": "layout='nope'; use contiguous",
+    "train --cp 2 --layout zigzog": "layout='zigzog'; use contiguous, zigzag, striped; did you mean zigzag?",
     "train --precision nope": "precision='nope'; use float32",
     "train --zero XYZ": "zero='XYZ'; use 0",
     "train --tp 3": "tp=3 does not divide num_heads=4",
@@ -132,6 +132,9 @@ TABS = {  # what is typed when the Tab key is pressed, and some of what it offer
     "minitrain replay llama3-": {"llama3-8b", "llama3-70b"},
     "minitrain replay tiny --machine h": {"h100", "h200"},
     "minitrain train --preset gpt2": {"gpt2", "gpt2-xl"},
+    "minitrain train --schedule zb_h": {"zb_h1", "zb_h2"},
+    "minitrain replay tiny --core ul": {"ulysses"},
+    "minitrain atlas zer": {"zero"},
     "minitrain do": {"doctor"},
 }
 ALL_IN_ONE = """import contextlib, io, json, os, sys

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitrain.cli.replay_command import among, memory, rate_for, step_for, strategy_for, utilisation
+from minitrain.cli.replay_command import memory, rate_for, step_for, strategy_for, utilisation
 from minitrain.model.config import GPTConfig, presets
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.accounting import flops_per_token
@@ -79,7 +79,3 @@ def test_the_utilisation_is_of_a_device_and_of_the_dtype_that_is_computed_in():
     utilisation(timeline, *given, machine("h100"))
     flops = 400 * flops_per_token(config, 100) / 8
     assert asked == [(flops, "float16"), (flops, "bfloat16")]
-
-
-def test_the_tab_key_offers_what_begins_so():
-    assert among({"ab": 1, "b": 2}, {"abc": 3})("ab") == ["ab", "abc"]

@@ -311,7 +311,8 @@ def test_the_head_of_a_tied_model_can_be_frozen_by_its_name(minitrain):
 
 
 def test_help_names_every_field():
-    printed = CliRunner().invoke(main.app, ["train", "--help"], env={"COLUMNS": "200"}).output
+    printed = CliRunner().invoke(main.app, ["train", "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(len, printed.splitlines())) <= 80 and "\nLayout over ranks" in printed
     for cls in (Strategy, Hyperparameters, GPTConfig, ExpertsConfig):
         for field in fields(cls):
             flag, is_one = f"--{field.name.replace('_', '-')}", field.name != "experts"
