@@ -12,7 +12,11 @@
 Two rooms and one class have short names: `from minitrain import Ledger, collectives, launch`.
 """
 
+import sys
 from importlib import import_module
+
+if sys.platform == "win32":  # no fork, no file locks
+    raise ImportError("minitrain runs on Linux and macOS; on Windows start it inside WSL")
 
 _SHORT = {"collectives": "minitrain.ranks.collectives", "launch": "minitrain.ranks.launch"}
 

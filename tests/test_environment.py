@@ -4,11 +4,13 @@ knows the builds of torch, and environment.yml leads there.
 
 import ast
 import re
+import runpy
 import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -31,6 +33,14 @@ def conda_file() -> dict:
     return yaml.safe_load((ROOT / "environment.yml").read_text())
 
 
+def test_one_version_is_told_and_windows_is_told_where_to_go(monkeypatch):
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert cited == PROJECT["version"] and f"## {cited}, " in (ROOT / "CHANGELOG.md").read_text()
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="^minitrain runs on .* inside WSL$"):
+        runpy.run_path(str(ROOT / "minitrain/__init__.py"))
+
+
 def test_conda_users_install_as_make_does():
     head = (ROOT / "environment.yml").read_text().splitlines()[0]
     assert head.endswith("conda activate minitrain && python minitrain/course/install.py")
@@ -50,7 +60,7 @@ def test_every_bound_has_a_floor_and_a_ceiling_and_admits_its_pin():
         assert operators == {">=", "<"}, f"{name} needs a floor and a ceiling, has {requirement.specifier}"
         assert name in PINNED, f"{name} is not pinned in constraints.txt"
         assert requirement.specifier.contains(PINNED[name]), (
-            f"{name}=={PINNED[name]} is outside {requirement.specifier}"
+            f"{name}=={PINNED[name]}: {requirement.specifier}"
         )
     assert DECLARED["torch"].specifier.contains("2.11.0") and PINNED["torch"] == "2.13.0"
 
@@ -75,14 +85,7 @@ def test_every_import_of_the_package_is_declared():
     known |= {Requirement(line).name for line in EXTRAS["triton"]}
     for path in (ROOT / "minitrain").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else [node.module]
-                if isinstance(node, ast.ImportFrom) and node.level == 0
-                else []
-            )
-            for name in names:
-                assert name.split(".")[0] in known, (
-                    f"{path.relative_to(ROOT)} imports {name}, which pyproject.toml does not declare"
-                )
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            unknown = [name for name in names if name.split(".")[0] not in known]
+            assert not unknown, f"{path.relative_to(ROOT)}: pyproject.toml does not declare {unknown}"

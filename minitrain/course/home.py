@@ -15,7 +15,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 ARCHIVE = Path(__file__).with_name("course.zip")
 MARK = ".minitrain"
-PARTS = ("notebooks", "exercises", "docs", "README.md", "CONTRIBUTING.md", "LICENSE")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE")
+PARTS = ("notebooks", "exercises", "docs", *PAGES)
 
 
 def find(start: Path, package: Path = PACKAGE) -> Path | None:

@@ -21,12 +21,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from minitrain.course.home import PAGES
 from minitrain.course.notebook import CHAPTERS, key_among, numbered
 
 ROOT = CHAPTERS.parent
 FOLDERS = ("notebooks", "exercises")
-LINKS = ("minitrain", "benchmarks", "tests", "docs", "README.md", "CONTRIBUTING.md", "LICENSE")
-LINKS += ("notebooks/pictures",)
+LINKS = ("minitrain", "benchmarks", "tests", "docs", *PAGES, "notebooks/pictures")
 LINKS += tuple(f"{name}/AUTHORING.md" for name in FOLDERS) + ("exercises/README.md", "exercises/AGENTS.md")
 
 

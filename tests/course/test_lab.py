@@ -174,7 +174,7 @@ def clone(tmp_path_factory):
     """A clone under git as it stands here, with its copies, in which packages are linked, not copied."""
     root = tmp_path_factory.mktemp("lab") / "clone"
     root.mkdir()
-    for name in (*lab.FOLDERS, "docs", "README.md", "CONTRIBUTING.md", "LICENSE", ".gitignore"):
+    for name in (*lab.FOLDERS, "docs", *lab.PAGES, ".gitignore"):
         one = notebook.CHAPTERS.parent / name
         shutil.copytree(one, root / name) if one.is_dir() else shutil.copy(one, root / name)
     for name in "minitrain", "benchmarks", "tests":

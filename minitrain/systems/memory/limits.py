@@ -108,7 +108,7 @@ def _in_a_child(line, function: Callable, args: tuple, limit_bytes: int | None, 
     answer, write = Pipe(duplex=False)
     child = os.fork()
     if not child:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a child ends with its parent
+        getattr(ctypes.CDLL(None), "prctl", max)(1, signal.SIGKILL)  # on Linux: ends with its parent
         _send(write, _limited(function, args, limit_bytes))
         os._exit(0)
     write.close()
