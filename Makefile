@@ -75,8 +75,8 @@ links:                     # of the site that was built last; outside links are 
 	@$(PYTHON) docs/book/links.py
 
 build/book/venv/installed: docs/book/requirements.txt    # Sphinx is no dependency, so it has a venv of its own
-	@$(PYTHON) -m venv build/book/venv
-	@build/book/venv/bin/pip install --quiet --disable-pip-version-check -r $<
+	@$(PYTHON) -m venv --clear build/book/venv
+	@build/book/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 install: $(VENV)/installed

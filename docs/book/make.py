@@ -27,8 +27,10 @@ HERE = Path(__file__).resolve().parent
 REPO = HERE.parents[1]
 PAGES, SITE = REPO / "build/book/pages", REPO / "build/book/site"
 NOTEBOOKS, EXERCISES = sorted(REPO.glob("notebooks/*.ipynb")), sorted(REPO.glob("exercises/*.ipynb"))
-MORE = ["README", "docs/map", "docs/commands", "docs/experiments", "docs/evidence", "exercises/index"]
-MORE += ["CONTRIBUTING", "notebooks/AUTHORING", "exercises/AUTHORING"]
+MORE = ["README", "docs/map", *(f"docs/{path.stem}" for path in sorted(REPO.glob("docs/*.md"), reverse=True))]
+MORE = list(
+    dict.fromkeys([*MORE, "exercises/index", "CONTRIBUTING", "notebooks/AUTHORING", "exercises/AUTHORING"])
+)
 REFERENCE = ["atlas", "formulas", "glossary", "published", "benchmarks/README", "api/index"]
 DOCUMENTS = {f"{page}.md" for page in [*MORE, "benchmarks/README", "exercises/README", "exercises/AGENTS"]}
 PARTS = {  # the first chapter of each part of the course
@@ -45,6 +47,7 @@ PARTS = {  # the first chapter of each part of the course
 }
 # Pages of docs/book/explorers, and the chapters that link to them.
 EXPLORERS = {"collectives": ("02",), "schedules": ("10", "11"), "layout": ("23",), "network": ("26",)}
+PICTURE = re.compile(r'<picture><source.* srcset="(.+?)"><img alt="(.+?)" src="(.+?)"></picture>')
 LINK = re.compile(r"(?<=\]\()[^()\s]+(?=\))")
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 
@@ -81,7 +84,9 @@ class Pages:
         return "site:" + listings.address(REPO, path)
 
     def text(self, source: str, page: str) -> str:
-        """Markdown with its links moved, outside code."""
+        """Markdown with its links moved, outside code; pictures by the theme of the page."""
+        shown = "```{image} %s\n:alt: %s\n:class: only-%s\n```\n"
+        source = PICTURE.sub(lambda p: shown % (p[3], p[2], "light") + shown % (p[1], p[2], "dark"), source)
         parts = CODE.split(source)
         parts[::2] = [LINK.sub(lambda link: self.moved(link[0], page), part) for part in parts[::2]]
         return "".join(parts)
@@ -146,7 +151,7 @@ def tree(caption: str | None, entries: list[str]) -> str:
     return "\n".join(["```{toctree}", *options, "", *entries, "```", ""])
 
 
-def landing() -> str:
+def landing(readme: str) -> str:
     parts: dict[str, list[str]] = {}
     for path in NOTEBOOKS:
         if path.name[:2] in PARTS:
@@ -157,7 +162,10 @@ def landing() -> str:
     ]
     links = dict.fromkeys(f"- {link}" for link, _ in explored())
     play = "\n".join(["## To play with", "", *links]) if links else ""
-    return sheets.filled("index.md", paths=paths(), play=play) + "\n" + "\n".join(trees)
+    claim = re.search(r"^\*\*.+\*\*$", readme, re.M)[0]
+    picture = readme[readme.index("```{image}") : readme.index("## ")]
+    values = dict(claim=claim, picture=picture, paths=paths(), play=play)
+    return sheets.filled("index.md", **values) + "\n" + "\n".join(trees)
 
 
 def stage() -> set[str]:
@@ -176,7 +184,7 @@ def stage() -> set[str]:
         "exercises/index.md",
         f"# The exercises\n\n[What they are](README.md)\n\n{shown}\n\n{tree(None, tasks)}",
     )
-    pages.put("index.md", landing())
+    pages.put("index.md", landing(pages.text((REPO / "README.md").read_text(), "README.md")))
     for path in [HERE / "conf.py", *HERE.glob("static/*")]:
         pages.put(path.relative_to(HERE).as_posix(), path.read_bytes())
     for path in REPO.glob("notebooks/pictures/*.png"):
@@ -196,7 +204,7 @@ def make() -> int:
     shutil.rmtree(SITE / "code", ignore_errors=True)
     count = listings.write(REPO, SITE, listed)
     if (HERE / "explorers").exists():
-        none_of = shutil.ignore_patterns("*.py", "__pycache__")
+        none_of = shutil.ignore_patterns("check.*", "*.py", "__pycache__")
         shutil.copytree(HERE / "explorers", SITE / "explorers", dirs_exist_ok=True, ignore=none_of)
     size = sum(path.stat().st_size for path in SITE.rglob("*") if path.is_file())
     told = f"{len(list(SITE.rglob('*.html')))} pages, {count} of them listings, {size / 1e6:.0f} MB"
