@@ -121,7 +121,7 @@ class Node:
 # ---- pipeline schedules ------------------------------------------------------------------------------------
 
 SCHEDULES = "gpipe 1f1b interleaved breadth_first zb_h1 zb_h2 zb_interleaved".split()
-SCHEDULES += "chimera hanayo dualpipe dualpipe_v".split()
+SCHEDULES += "v_min v_half zb_v chimera hanayo dualpipe dualpipe_v".split()
 
 
 def draw_schedule(draw: random.Random) -> dict:

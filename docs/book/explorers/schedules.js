@@ -8,6 +8,7 @@ const action = (kind) => (stage, microbatch) => [kind, stage, microbatch];
 const [F, B, I, W] = [..."FBIW"].map(action);
 const isPair = (entry) => Array.isArray(entry[0]);
 const parts = (entry) => (isPair(entry) ? entry : [entry]);
+const at = (kind, stage, microbatch) => `${kind}${stage}.${microbatch}`;
 const schedule = (ranks, stages, microbatches) => ({ ranks, stages, microbatches });
 
 // ---- one direction (schedules/one_direction.py) ----
@@ -74,6 +75,59 @@ function zbInterleaved(p, m, v) {
   const list = (r) => delayed(onRank(r, p, v, depthFirst(p, m, v), I), v * p - r - 1, r);
   return schedule(range(p).map(list), p * v, m);
 }
+
+// V shapes: rank r has the stages r and 2p-1-r. When it begins F of both, and I of the later and the earlier, for
+// microbatch 0; every other does the same 6 units after the one before.
+const BLOCKS = {
+  v_min: (p) => (r) => [r, 2 * p - 1 - r, 2 * p + r + (p % 3 ? 0 : 2), 4 * p - 1 - r + (p % 3 ? 0 : 2)],
+  v_half: (p) => (r) => [2 * r, 3 * p - 2 - r, 3 * p - 1 + 2 * r + (p % 2 ? 0 : 3), 6 * p - 2 - r + (p % 2 ? 0 : 3)],
+  zb_v: (p) => (r) => [4 * r, 6 * p - 5 - 2 * r, 6 * p - 4 + 4 * r, 12 * p - 9 - 2 * r],
+};
+
+// That order, each action of one unit as soon as it can be; W where a rank would wait, or holds `limit`. `early`: a
+// rank that waits before its first backward runs forwards of its early stage ahead.
+function squeezed(p, m, block, limit, early = false) {
+  const order = range(p).map((r) => {
+    const own = [[F, r], [F, 2 * p - 1 - r], [I, 2 * p - 1 - r], [I, r]];
+    const starts = own.flatMap(([kind, stage], j) => range(m).map((i) => [block(r)[j] + 6 * i, kind(stage, i)]));
+    return starts.sort(([a], [b]) => a - b).map(([, one]) => one);
+  });
+  const [ranks, later, ended] = [order.map(() => []), order.map(() => []), new Map()];
+  const [held, begun] = [Array(p).fill(0), Array(p).fill(false)];
+  const can = (now) => ([kind, stage, i]) => {
+    const needs = kind === "F" ? (stage ? [at("F", stage - 1, i)] : []) : [at("F", stage, i)];
+    if (kind === "I" && stage < 2 * p - 1) needs.push(at("I", stage + 1, i));
+    return needs.every((need) => ended.get(need) <= now);
+  };
+  const choose = (r, now) => {
+    const [first] = order[r];
+    if (first && can(now)(first) && (first[0] === "I" || held[r] < limit)) return first;
+    if (later[r].length) return later[r][0];
+    if (!early || begun[r] || held[r] + 2 > limit) return undefined; // room stays for the one whose turn it is
+    return order[r].filter(([kind, stage]) => kind === "F" && stage < p).slice(0, 1).find(can(now));
+  };
+  for (let [now, going] = [0, true]; going; now++) {
+    going = false;
+    for (let r = 0; r < p; r++) {
+      const one = choose(r, now);
+      if (!one) continue;
+      const [kind, stage, i] = one;
+      const from = kind === "W" ? later[r] : order[r];
+      from.splice(from.indexOf(one), 1);
+      held[r] += { F: 1, I: 0, W: -1 }[kind];
+      if (kind === "I") later[r].push(W(stage, i));
+      begun[r] ||= kind === "I";
+      ended.set(at(...one), now + 1);
+      ranks[r].push(one);
+      going = true;
+    }
+  }
+  return schedule(ranks, 2 * p, m);
+}
+
+const vMin = (p, m) => squeezed(p, m, BLOCKS.v_min(p), 2 * Math.floor((p + 4) / 3));
+const vHalf = (p, m) => squeezed(p, m, BLOCKS.v_half(p), 2 * Math.floor((p + 2) / 2));
+const zbV = (p, m) => squeezed(p, m, BLOCKS.zb_v(p), 2 * p, true);
 
 // ---- both directions (schedules/bidirectional.py) ----
 
@@ -157,6 +211,9 @@ const SCHEDULES = {
   zb_h1: { title: "ZB-H1", make: zbH1 },
   zb_h2: { title: "ZB-H2", make: zbH2 },
   zb_interleaved: { title: "Interleaved zero bubble", make: zbInterleaved, chunks: true, ok: multiple },
+  v_min: { title: "V-Min", make: vMin },
+  v_half: { title: "V-Half", make: vHalf },
+  zb_v: { title: "ZB-V", make: zbV },
   chimera: { title: "Chimera", make: chimera, ok: even },
   hanayo: { title: "Hanayo (v waves)", make: hanayo, chunks: true },
   dualpipe: { title: "DualPipe", make: dualpipe, ok: both },
@@ -164,8 +221,6 @@ const SCHEDULES = {
 };
 
 // ---- what an action waits for, and when it runs (schedule.py, simulate.py) ----
-
-const at = (kind, stage, microbatch) => `${kind}${stage}.${microbatch}`;
 
 // Spans [entry, start, end] of each rank. `costs`: F, I, W of one stage, and `send` between two ranks.
 function simulate({ ranks, stages }, costs) {
