@@ -72,9 +72,7 @@ def test_a_course_laid_out_is_that_of_the_clone(call, tmp_path):
     assert code == 0 and out.count(" · Ranks") == len(notebook.chapters()), out
 
     code, out, err = call("grade", "00", cwd=course)
-    assert code == 0 and out.startswith("exercises/00_start_here.ipynb\n") and "total  0/" not in out, (
-        out + err
-    )
+    assert code == 0 and out.startswith("exercises/00_start_here.ipynb\n") and "total  0/" not in out, err
     assert "total 0/" in out and "total 0/0" not in out
 
     source = "import minitrain\nfrom minitrain.course import notebook\nnotebook.show(notebook.compare)\nminitrain.__file__"

@@ -5,6 +5,7 @@ Exit codes: 2 for bad input, 1 for a rank or a chapter that failed, with a line 
 
 from __future__ import annotations
 
+import csv
 import os
 import platform
 import sys
@@ -184,15 +185,19 @@ def grade(
     ] = None,
     file: Annotated[Path | None, Option(help="notebook; else that in work/exercises, or exercises")] = None,
     detail: Annotated[bool, Option(help="show the traceback of each failed task")] = False,
+    folder: Annotated[Path | None, Option(help="of a class, a notebook per student: a CSV of points")] = None,
+    seed: Annotated[str, Option(help="of a folder's draws, beside each student's name")] = "",
 ) -> None:
     """Grade your exercise notebooks: points per task, and what to look at next."""
     home.at_home()
     if chapter is not None:
         notebook.exercise(chapter)
-    elif file:
-        raise ValueError(f"{file} is of which chapter? minitrain grade 02 --file {file}")
+    elif given := file or folder:
+        raise ValueError(f"{given} is of which chapter? minitrain grade 02 --file or --folder {given}")
     from minitrain.course import exercises
 
+    if folder:
+        return csv.writer(sys.stdout).writerows(exercises.grade_folder(chapter, folder, seed))
     echo(exercises.grade(chapter, file).table(detail))
 
 

@@ -128,6 +128,23 @@ def grade(
         return replace(grade_answers(of, answers, judge, seed), file=file, note=note)
 
 
+def grade_folder(chapter: str | int, folder: Path, seed: str = "") -> Iterator[tuple]:
+    """A head, then a row per student: NAME.ipynb or NAME/../02_...ipynb. Draws follow from seed and NAME."""
+    files = sorted([*folder.glob("*.ipynb"), *folder.glob(f"*/**/{book.chapter(chapter).student.name}")])
+    if not files:
+        raise ValueError(f"{folder} has no notebooks: NAME.ipynb, or NAME/ with the chapter's in it")
+    yield "student", "points", "of", "failed"
+    with Judge() as judge:
+        for path in files:
+            student = path.relative_to(folder).parts[0].removesuffix(".ipynb")
+            try:
+                report, failed = grade(chapter, path, judge=judge, seed=seed + student), []
+            except ValueError as error:  # of a file that is no notebook
+                report, failed = Report("", [], "", "", 0.0), [str(error)]
+            failed += [f"{one.title}: {one.property}" for one in report.results if one.property]
+            yield student, report.earned, report.points, "; ".join(failed)
+
+
 def grade_answers(
     of: book.Chapter, answers: dict[str, str], judge: Judge, seed: str = "", time_limit_s=TIME_LIMIT_S
 ) -> Report:
@@ -153,8 +170,7 @@ def results_of(
             failure = Failure(failure.property, "not run, because of the check above")
         else:
             failure = failure_in(of, check, judge, code, time_limit_s, seed)
-        points = int(check.attributes["points"])
-        facts = task.title, check.name, check.title, points
+        facts = task.title, check.name, check.title, (points := int(check.attributes["points"]))
         if failure is None:
             yield Result(*facts, points)
         else:
@@ -220,8 +236,7 @@ def wrong_ones(of: book.Chapter, wrong: list[book.Cell], judge: Judge, seed: str
         limit_s = TIME_LIMIT_S / (20 if wanted == "time limit" else 1)  # which it uses up
         results = results_of(of, tasks[cell.name], cell.source, judge, seed, limit_s)
         if "around" in cell.attributes:
-            results = list(results)
-            earned = sum(result.earned for result in results)
+            results, earned = (every := list(results)), sum(one.earned for one in every)
             faults += [f"{why}: earns {earned} points"] * bool(earned)
         found = next((result.property for result in results if result.property), "nothing")
         faults += [f"{why}: found {found!r}, not {wanted!r}"] * (found != wanted)
@@ -281,9 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("build", help="write the notebooks of all chapters from exercises/source/*.py")
     proving = commands.add_parser("prove", help="stubs get nothing, solutions all, wrong ones are caught")
     proving.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
-    proving.add_argument(
-        "--draws", type=at_least_one, default=1, help="how often, each time with other draws (1)"
-    )
+    proving.add_argument("--draws", type=at_least_one, default=1, help="how often, with other draws (1)")
     attacking = commands.add_parser("attack", help="answers that know nothing of their task earn nothing")
     attacking.add_argument("chapter", nargs="?", help="such as 02; all when none is given")
     wish = parser.parse_args(arguments)
@@ -293,22 +306,21 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     faults, tried, around = [], 0, 0
-    if wish.command == "build":
-        written = "\n".join(f"wrote {path}" for path in assignment.build())
-        print(written or "all notebooks are as they should be")
-    elif wish.command == "prove":
-        with Judge() as judge:
+    with Judge() as judge:
+        if wish.command == "build":
+            wrote = "\n".join(f"wrote {path}" for path in assignment.build())
+            print(wrote or "all notebooks are as they should be")
+        elif wish.command == "prove":
             for of, seed in itertools.product(found, range(wish.draws)):
                 faults += [f"draw {seed}: {fault}" for fault in prove(of, judge, str(seed))]
-    else:
-        with Judge() as judge:
+        else:
             for of in found:
                 count, faults_here = attack(of, judge)
                 walks = [cell for cell in of.wrong if "around" in cell.attributes]
                 faults += faults_here + wrong_ones(of, walks, judge)
                 tried, around = tried + count, around + len(walks)
-        told = f"{tried} know nothing of their task, {around} walk around it"
-        print(f"{tried + around} answers tried ({told}),\n{tried + around - len(faults)} held")
+            told = f"{tried} know nothing of their task, {around} walk around it"
+            print(f"{tried + around} answers tried ({told}),\n{tried + around - len(faults)} held")
     print("\n".join(faults) or f"{wish.command}: good")
     return bool(faults)
 

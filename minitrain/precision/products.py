@@ -330,10 +330,8 @@ PRODUCTS |= {name: Products(*3 * (RECIPES[of_all],)) for name, of_all in ONE_REC
 
 
 def convert(module: nn.Module, products: str) -> nn.Module:
-    """In place of every nn.Linear in `module` a LowLinear with its parameters and the products of that name.
-
-    Returns the module, or the LowLinear of a module that is an nn.Linear; subclasses stay as they are.
-    Raises ValueError for a name that PRODUCTS has not."""
+    """Puts a LowLinear with the products of that name in place of every nn.Linear (no subclass) in `module`;
+    returns it, or what stands for it. Raises ValueError for a name that PRODUCTS has not."""
     require_one_of(PRODUCTS, products=products)
     if type(module) is nn.Linear:
         return LowLinear(module, PRODUCTS[products])

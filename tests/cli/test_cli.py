@@ -88,20 +88,10 @@ def test_the_same_of_the_command_itself():
 
 
 def test_a_chapter_that_fails_names_the_cell_and_is_written_all_the_same(tmp_path):
-    cells = [
-        nbformat.v4.new_code_cell("1 + 1"),
-        nbformat.v4.new_code_cell("1 / 0"),
-        nbformat.v4.new_code_cell("3"),
-    ]
-    path = tmp_path / "broken.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
-    seen = []
-    with pytest.raises(
-        RuntimeError, match="broken.ipynb stopped in cell 2: ZeroDivisionError: division by zero"
-    ):
-        notebook.execute(
-            path, tmp_path / "out" / "broken.ipynb", lambda done, total: seen.append((done, total))
-        )
+    path, seen = written_notebook(tmp_path / "broken.ipynb", "1 + 1", "1 / 0", "3"), []
+    said = "broken.ipynb stopped in cell 2: ZeroDivisionError: division by zero"
+    with pytest.raises(RuntimeError, match=said):
+        notebook.execute(path, tmp_path / "out" / "broken.ipynb", lambda *cells: seen.append(cells))
     written = nbformat.read(tmp_path / "out" / "broken.ipynb", as_version=4)
     assert written.cells[0].outputs[0].data["text/plain"] == "2" and seen[0] == (1, 3)
     assert [cell.id for cell in written.cells] == ["cell-000", "cell-001", "cell-002"]
@@ -207,6 +197,8 @@ def test_the_tab_key_offers_names():
         ("grade 02 --file .", ". cannot be read (Is a directory); give a notebook"),
         ("grade 02 --file deep.ipynb", "deep.ipynb is not a notebook"),
         ("grade 02 --file flat.ipynb", "flat.ipynb is not a notebook"),
+        ("grade 00 --folder full", "full has no notebooks: NAME.ipynb, or NAME/ with the chapter's in it"),
+        ("grade --folder full", "full is of which chapter? minitrain grade 02 --file or --folder full"),
         ("init full", "full is there and not empty: give a new folder"),
     ],
 )

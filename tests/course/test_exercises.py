@@ -1,14 +1,18 @@
 """Exercise notebooks as files, as nbgrader makes them, as reports, and in a kernel."""
 
+import csv
 import json
 import os
 import re
 import shutil
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from minitrain.cli import main
 from minitrain.course import exercises
 from minitrain.course.grading import answer_checks, assignment, book
 from minitrain.course.grading.answer_checks import Draw, Failure
@@ -89,9 +93,7 @@ def different_from_nbgraders(executable, folder):
 def test_our_notebooks_equal_nbgraders(tmp_path, monkeypatch):
     program = os.environ.get("NBGRADER") or shutil.which("nbgrader")
     if program is None:
-        pytest.skip(
-            "set NBGRADER: python -m venv build/nbgrader && build/nbgrader/bin/pip install nbgrader==0.9.6"
-        )
+        pytest.skip("set NBGRADER: `make nbgrader` does")
     assert different_from_nbgraders(program, tmp_path / "as is") == []
     monkeypatch.setattr(assignment, "STUB", "# another stub\n")
     different = different_from_nbgraders(program, tmp_path / "control")
@@ -100,19 +102,13 @@ def test_our_notebooks_equal_nbgraders(tmp_path, monkeypatch):
 
 def test_checksums_are_nbgraders():
     """The seals of nbgrader 0.9.6 for two cells, written down once; checking them needs no nbgrader."""
-    answer = {
-        "cell_type": "code",
-        "source": "x = 1",
-        "metadata": {"nbgrader": {"grade": False, "solution": True, "locked": False, "grade_id": "a"}},
-    }
-    check = {
-        "cell_type": "code",
-        "source": "assert x",
-        "metadata": {
-            "nbgrader": {"grade": True, "solution": False, "locked": True, "grade_id": "a-1", "points": 2}
-        },
-    }
-    found = [assignment.checksum(cell) for cell in (answer, check)]
+    answer = {"grade": False, "solution": True, "locked": False, "grade_id": "a"}
+    check = {"grade": True, "solution": False, "locked": True, "grade_id": "a-1", "points": 2}
+    cells = [
+        {"cell_type": "code", "source": source, "metadata": {"nbgrader": facts}}
+        for source, facts in (("x = 1", answer), ("assert x", check))
+    ]
+    found = [assignment.checksum(cell) for cell in cells]
     assert found == ["3952363144b9625d080fedd1f7d073ce", "d0e5e51c0550e8ff7f33573f2b91b5c1"]
 
 
@@ -275,6 +271,21 @@ def test_what_is_missing_is_said_in_one_line(judge, tmp_path):
     (tmp_path / "torn.ipynb").write_text('{"cells": [{"metadata"')
     with pytest.raises(ValueError, match="is not a notebook"):
         exercises.grade("00", tmp_path / "torn.ipynb", judge=judge)
+
+
+def test_a_class_is_a_table_and_draws_follow_from_names(judge, tmp_path, monkeypatch):
+    (tmp_path / "bob" / "late").mkdir(parents=True)
+    with_answers(tmp_path / "ada.ipynb", SOLUTIONS)
+    with_answers(tmp_path / "bob/late" / FIRST.student.name, {"pass_on": SOLUTIONS["pass_on"]})
+    (tmp_path / "eve.ipynb").write_text("[]")
+    seeds, graded = [], exercises.grade_answers
+    monkeypatch.setattr(exercises, "Judge", lambda: nullcontext(judge))
+    monkeypatch.setattr(exercises, "grade_answers", lambda *given: seeds.append(given[3]) or graded(*given))
+    words = ["grade", "00", "--folder", str(tmp_path), "--seed", "7/"]
+    _, ada, bob, eve = csv.reader(CliRunner().invoke(main.app, words).output.splitlines())
+    assert ada == ["ada", "10", "10", ""] and seeds == ["7/ada", "7/bob"]
+    assert bob[:3] == ["bob", "4", "10"] and bob[3].count("not attempted yet") >= 2
+    assert eve[:3] == ["eve", "0", "0"] and "eve.ipynb is not a notebook" in eve[3]
 
 
 def test_all_chapters_in_one_table(judge):
