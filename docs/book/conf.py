@@ -6,7 +6,7 @@ from pathlib import Path
 
 from docutils import nodes
 
-project, author, language = "minitrain", "minitrain", "en"
+project, language = "minitrain", "en"
 copyright = "minitrain, Apache 2.0"
 extensions = ["myst_nb", "sphinx.ext.mathjax"]
 exclude_patterns = ["static"]
@@ -42,6 +42,7 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "show_toc_level": 2,
     "navigation_with_keys": True,
+    "footer_content_items": ["copyright"],
     "navbar_persistent": [],  # the search box stands in the sidebar
     "pygments_light_style": "a11y-light",
     "pygments_dark_style": "a11y-dark",

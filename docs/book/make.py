@@ -158,7 +158,10 @@ def landing(readme: str) -> str:
             parts.setdefault(PARTS[path.name[:2]], [])
         list(parts.values())[-1].append(f"notebooks/{path.stem}")
     trees = [
-        tree(name, entries) for name, entries in (parts | {"Reference": REFERENCE, "More": MORE}).items()
+        tree(name, entries)
+        for name, entries in (
+            parts | {"Reference": REFERENCE, "More": ["The README <README>", *MORE[1:]]}
+        ).items()
     ]
     links = dict.fromkeys(f"- {link}" for link, _ in explored())
     play = "\n".join(["## To play with", "", *links]) if links else ""

@@ -12,7 +12,9 @@ import json
 import re
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
+from textwrap import dedent
 
 HERE = Path(__file__).parent
 TECHNIQUES = {  # what the interfaces and the formula sheet cover
@@ -28,10 +30,8 @@ TECHNIQUES = {  # what the interfaces and the formula sheet cover
     "checkpoint": "Checkpoints",
 }
 # Sentences of a docstring that say what is sent or held.
-COST = re.compile(
-    r"^(Sends?|Memory|Bytes|Messages|Holds?|Bubble|Peak)\b|\(n-1\)/n"
-    r"|\b(sends|bytes|holds?|elements|bubble)\b.*\d"
-)
+COST = re.compile(r"^(Sends|Memory|Holds|Bubble|Peak|Interleaving|Depth-first)\b|\b[Ss]ends\b.*[/·\d]")
+MORE = re.compile(r"\b(bytes|holds|elements|messages|gathers|bubble)\b.*([·/]\w|\b\d+/)")
 SHOWN = {"ranks": "on ranks", "tensors": "on tensors", "simulated": "simulated", "computed": "computed"}
 KIND = {"RUN": "runs here", "SIM": "simulation", "MODEL": "formula", "CASE": "published run"}
 
@@ -197,15 +197,14 @@ def escaped(text: str) -> str:
 
 def prose(doc: str) -> str:
     """A docstring as Markdown: what is indented stays as it is."""
-    blocks: list[tuple[bool, list[str]]] = []
-    for line in doc.splitlines():
-        indented = line.startswith("    ")
-        if line.strip() and (not blocks or blocks[-1][0] != indented):
-            blocks.append((indented, []))
-        if blocks:
-            blocks[-1][1].append(line)
-    texts = [(indented, "\n".join(lines).strip("\n")) for indented, lines in blocks]
-    return "\n\n".join(f"```text\n{text}\n```" if indented else escaped(text) for indented, text in texts)
+    made = []
+    for paragraph in re.split(r"\n\s*\n", doc):
+        lines = paragraph.splitlines()
+        aligned = any(re.match(r"\S.*\S {3,}\S", line) for line in lines)
+        for indented, group in groupby(lines, lambda line: aligned or line.startswith("    ")):
+            text = dedent("\n".join(group))
+            made.append(f"```text\n{text}\n```" if indented else escaped(text))
+    return "\n\n".join(made)
 
 
 @dataclass
@@ -251,9 +250,11 @@ def entries(body: list[ast.stmt], inside: bool = False) -> list[Entry]:
 def directive(entry: Entry, path: str, depth: int = 6) -> str:
     fence, told = "`" * depth, [one for one in entry.methods if one.doc or one.kind == "property"]
     quiet = ", ".join(f"`{one.name}`" for one in entry.methods if one not in told)
-    parts = [f"{fence}{{py:{entry.kind}}} {entry.name}{entry.signature}", prose(entry.doc)]
+    said, link = prose(entry.doc), f"[source](repo:{path}#L{entry.line})"
+    said = f"{said}\n\n{link}" if said.endswith("```") else f"{said} {link}"
+    parts = [f"{fence}{{py:{entry.kind}}} {entry.name}{entry.signature}", said]
     parts += [f"Also {quiet}."] if quiet else []
-    parts += [f"[source](repo:{path}#L{entry.line})", *(directive(one, path, depth - 1) for one in told)]
+    parts += [directive(one, path, depth - 1) for one in told]
     return "\n\n".join(parts) + f"\n{fence}"
 
 
@@ -282,16 +283,16 @@ def interfaces(repo: Path) -> dict[str, str]:
             made[f"api/{name}.md"] = "\n\n".join(text) + "\n"
             lines.append((name, escaped(first_line(folder))))
     packages = "\n".join(f"| [{name}]({name}.md) | {first} |" for name, first in lines)
-    names = "\n".join(name for name, _ in lines)
+    names = "\n".join(f"{name.removeprefix('minitrain.')} <{name}>" for name, _ in lines)
     return made | {"api/index.md": filled("api.md", packages=packages, names=names)}
 
 
-def costs(doc: str) -> list[str]:
-    """The sentences that say what is sent or held, of what is not indented."""
+def costs(doc: str, *patterns: re.Pattern) -> list[str]:
+    """The sentences that a pattern finds, of what is not indented."""
     paragraphs = re.split(r"\n\s*\n", re.sub(r"(?m)^ {4}.*$", "", doc))
     plain = [re.sub(r"\s+", " ", paragraph) for paragraph in paragraphs]
-    sentences = [one.strip() for paragraph in plain for one in re.split(r"(?<=[.:;])\s+(?=[A-Z])", paragraph)]
-    return [one for one in sentences if COST.search(one)]
+    sentences = [one.strip() for paragraph in plain for one in re.split(r"(?<=\.)\s+(?=[A-Z])", paragraph)]
+    return [one for one in sentences if any(pattern.search(one) for pattern in patterns)]
 
 
 def formulas(repo: Path) -> str:
@@ -304,17 +305,19 @@ def formulas(repo: Path) -> str:
         parts.append(f"## {title}")
         for file in sorted((repo / "minitrain" / technique).rglob("*.py")):
             path, doc = file.relative_to(repo).as_posix(), docstring(file)
+            if file.name == "__init__.py" or "/ranks/l" in path:  # launch and ledger send nothing
+                continue
             public = [one for top in entries(parsed(file).body) for one in (top, *top.methods)]
-            lines = [f"- {escaped(one)}" for one in costs(doc)]
+            lines = [f"- {escaped(one)}" for one in costs(doc, COST, MORE)]
             equations = re.search(r"(?m)(?:^ {4}.*\n?)+", doc) if lines else None
-            inner = [(one.name, " ".join(costs(one.doc))) for one in public]
+            inner = [(one.name, " ".join(costs(one.doc, COST))) for one in public]
             lines += [f"- `{name}`: {escaped(said)}" for name, said in inner if said]
             if not lines:
                 continue
             count += 1
-            name = path.removeprefix("minitrain/").removesuffix(".py")
+            name = path.removeprefix(f"minitrain/{technique}/").removesuffix(".py")
             parts.append(f"### {name}\n\n{escaped(doc.splitlines()[0])} [Source](repo:{path})")
-            parts += [f"```text\n{equations[0].rstrip()}\n```"] if equations else []
+            parts += [f"```text\n{dedent(equations[0]).rstrip()}\n```"] if equations else []
             proofs = dict.fromkeys(tests.get(path, ()))
             shown = (f"[`{one.split('::')[-1]}`](repo:{test_place(repo, one)})" for one in proofs)
             parts += ["\n".join(lines), *([f"Tests: {', '.join(shown)}"] if proofs else [])]

@@ -2,7 +2,8 @@
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("table.filtered")) {
     const rows = [...table.tBodies[0].rows], heads = [...table.tHead.rows[0].cells];
-    const texts = rows.map((row) => (row.textContent + " " + (row.dataset.more || "")).toLowerCase());
+    for (const row of rows) for (const [i, cell] of [...row.cells].entries()) if (i > 1 && cell.textContent) cell.dataset.label = heads[i].textContent;
+    const texts = rows.map((row) => row.textContent.toLowerCase());
     const bar = document.createElement("form"), words = document.createElement("input"), count = document.createElement("output");
     bar.className = "filter";
     words.type = "search";
