@@ -18,8 +18,9 @@ from minitrain.systems.plan.emit.training_job import Job, write
 from tests import layouts
 
 ROOT = Path(__file__).parent.parent
-README, CONTRIBUTING = ((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FRONT = ["README.md", "README.zh.md", "CONTRIBUTING.md"]
+README, CHINESE, CONTRIBUTING = ((ROOT / name).read_text() for name in FRONT)
+PAGES = [*(ROOT / name for name in FRONT), *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "".join(page.read_text() for page in PAGES)
 SHORT = [page.read_text() for page in PAGES if page.name != "recipes.md"]  # it has a test of its own
 CODE = re.findall(r"```python\n(.*?)```", "".join(SHORT), re.S)
@@ -53,10 +54,8 @@ def test_commands_that_train_are_what_the_command_takes(monkeypatch, tmp_path):
     ]
     assert len(lines) >= 5
     started = []
-    monkeypatch.setattr(
-        "minitrain.ranks.launch.run",
-        lambda fn, settings, *, ranks, **_: started.append((str(settings.strategy), ranks)),
-    )
+    run = lambda fn, settings, *, ranks, **_: started.append((str(settings.strategy), ranks))
+    monkeypatch.setattr("minitrain.ranks.launch.run", run)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     for words in lines:
         result = CliRunner().invoke(main.app, words)
@@ -72,6 +71,8 @@ def test_links_lead_somewhere(page):
 
 def test_the_readme_is_short_and_leads_to_a_chapter_at_once():
     assert len(README.split()) <= 950
+    numbers = lambda page: [sorted(re.findall(r"\d+(?:[.,]\d+)*", line)) for line in page.splitlines()]
+    assert numbers(README) == numbers(CHINESE)
     assert "](notebooks/" in README[:2000] and "make course  " in README[:2000]
     for page in PAGES[1:]:
         assert f"]({page.relative_to(ROOT)}" in README, f"the README does not lead to {page.name}"
@@ -86,9 +87,8 @@ def test_chapters_and_their_minutes_are_those_of_the_notebooks():
     for number, path in notebook.chapters().items():
         text = path.read_text()
         time = r"\*\*Time\*\* (?:\d+ min to read, )?(\d+) (?:of them for the core path|min)"
-        minutes = re.search(time, text)
-        title = re.search(r"# \d\d\w? · ([^\\:]+)", text)[1]
-        assert told[number] == (title, int(minutes[1])), number
+        title, minutes = re.search(r"# \d\d\w? · ([^\\:]+)", text)[1], re.search(time, text)[1]
+        assert told[number] == (title, int(minutes)), number
 
 
 def test_the_house_is_drawn_as_it_is():

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 ARCHIVE = Path(__file__).with_name("course.zip")
 MARK = ".minitrain"
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE")
+PAGES = ("README.md", "README.zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "LICENSE")
 PARTS = ("notebooks", "exercises", "docs", *PAGES)
 
 
