@@ -209,9 +209,6 @@ def make() -> int:
     if (HERE / "explorers").exists():
         none_of = shutil.ignore_patterns("check.*", "*.py", "__pycache__")
         shutil.copytree(HERE / "explorers", SITE / "explorers", dirs_exist_ok=True, ignore=none_of)
-        for page in (SITE / "explorers").glob("*.html"):
-            nav = '<nav aria-label="Explorers">'
-            page.write_text(page.read_text().replace(nav, f'{nav}<a href="../index.html">minitrain</a> '))
     size = sum(path.stat().st_size for path in SITE.rglob("*") if path.is_file())
     told = f"{len(list(SITE.rglob('*.html')))} pages, {count} of them listings, {size / 1e6:.0f} MB"
     print(f"{told}, {time.time() - begun:.0f} s: {SITE}/index.html")
