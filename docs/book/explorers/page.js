@@ -2,9 +2,6 @@
 
 const $ = (selector) => document.querySelector(selector);
 
-// Opened as files of the repository, the pages have no course beside them.
-$("nav a").hidden = location.pathname.includes("/docs/book/explorers/");
-
 // {name: value} of the form's inputs; numbers are numbers.
 function setting() {
   const value = (input) =>
