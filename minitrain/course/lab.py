@@ -60,8 +60,10 @@ def prepare(root: Path = ROOT, fresh: Iterable[str] = ()) -> list[str]:
 
 
 def command(work: Path, arguments: Sequence[str]) -> list[str]:
-    """How JupyterLab is started over `work`; it does not run for root unless told to."""
-    root = ["--allow-root"] if os.geteuid() == 0 and "--allow-root" not in arguments else []
+    """How JupyterLab is started over `work`, at chapter 00, without news; for root only if told to."""
+    first = next(iter(numbered(CHAPTERS, ".ipynb").values())).name
+    root = [f"--LabApp.default_url=/lab/tree/notebooks/{first}", "--LabApp.news_url=None"]
+    root += ["--allow-root"] if os.geteuid() == 0 and "--allow-root" not in arguments else []
     return [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={work}", *root, *arguments]
 
 

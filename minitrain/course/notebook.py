@@ -22,6 +22,7 @@ from minitrain.course.home import HOME, PACKAGE, at_home
 CHAPTERS = (HOME or PACKAGE.parent) / "notebooks"
 EXERCISES = CHAPTERS.parent / "exercises"
 CELL_TIMEOUT_S = 3600
+FOLDED = "beside your guess:\n"
 _PYTHON = {"name": "python", "version": "3.11.7", "mimetype": "text/x-python", "file_extension": ".py"}
 _PYTHON |= {"codemirror_mode": {"name": "ipython", "version": 3}, "pygments_lexer": "ipython3"}
 METADATA = {  # what JupyterLab writes; with another Python the line of its version differs, no other
@@ -155,7 +156,8 @@ def execute(path: Path, out: Path, on_cell: Callable = lambda done, total: None)
 def normalised(notebook):
     """What JupyterLab would save, without what differs from run to run: ids, folders, where prints paused.
 
-    A cell that answers a prediction (it reads `guess`) is folded: running it opens it.
+    A cell that answers a prediction (it reads `guess`) is folded: running it opens it. JupyterLab shows the
+    first line of what is folded, so what it prints begins with one that says nothing.
     """
     notebook.metadata = copy.deepcopy(METADATA)
     for number, cell in enumerate(notebook.cells):
@@ -166,6 +168,9 @@ def normalised(notebook):
             cell.metadata |= {"collapsed": True, "jupyter": {"outputs_hidden": True}}  # one fact, said twice
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)
+            first = cell.outputs[0] if cell.outputs else {}
+            if "collapsed" in cell.metadata and first.get("name") == "stdout":
+                first["text"] = FOLDED + first["text"].removeprefix(FOLDED)
         for output in cell.get("outputs", []):
             # A widget lives in its kernel only; where the files of a traceback lie is nobody's business.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)

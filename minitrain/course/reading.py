@@ -12,7 +12,7 @@ import json
 import re
 from pathlib import Path
 
-from minitrain.course.notebook import CHAPTERS, chapters, heading
+from minitrain.course.notebook import CHAPTERS, FOLDED, chapters, heading
 
 ROOT = CHAPTERS.parent
 MAP, TABLE = ROOT / "docs" / "map.md", re.compile(r"^\| path \|.*\n(\|.*\n)+", re.M)  # of reading paths
@@ -76,7 +76,7 @@ def minutes(cells: list[dict]) -> tuple[int, int]:
                 spent += len("".join(data["text/markdown"]).splitlines()) / CODE_LINES
             else:
                 text = "".join(output.get("text", "")) or "".join(data.get("text/plain", ""))
-                spent += len(text.splitlines()) / OUTPUT_LINES
+                spent += len(text.removeprefix(FOLDED).splitlines()) / OUTPUT_LINES
         total, core = total + spent, core + spent * (not optional_level)
     return max(5, 5 * round(total / 5)), max(5, 5 * round(core / 5))
 

@@ -317,8 +317,8 @@ def test_help_names_every_field():
         for field in fields(cls):
             flag, is_one = f"--{field.name.replace('_', '-')}", field.name != "experts"
             assert (f"{flag} " in printed or f"{flag}," in printed) == is_one, flag
-    for flag in "preset text out checkpoint async resume layers width heads batch".split():
-        assert f"--{flag}" in printed
+    more = "preset text out checkpoint async resume layers width heads batch"
+    assert all(f"--{flag}" in printed for flag in more.split())
     assert str(Path.cwd()) not in printed  # no default that is a path of this machine
 
 

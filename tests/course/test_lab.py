@@ -394,8 +394,8 @@ def test_lab_passes_arguments_on_and_tells_jupyterlab_that_root_is_meant(started
     words = ["lab", "--port", "9999", "--no-browser", "--fresh", "03", "--ServerApp.ip=0.0.0.0"]
     result = CliRunner().invoke(main.app, words)
     assert result.exit_code == 0 and "fresh: ['03']" in result.output
-    ((python, _, module, where, *rest),) = started
-    assert (python, module) == (sys.executable, "jupyterlab")
-    assert where.endswith("root_dir=" + str(lab.ROOT / "work"))
+    ((python, _, module, where, first, news, *rest),) = started
+    assert (python, module, news) == (sys.executable, "jupyterlab", "--LabApp.news_url=None")
+    assert where.endswith("root_dir=" + str(lab.ROOT / "work")) and first.endswith("00_start_here.ipynb")
     assert rest == ["--allow-root"] * told + ["--port", "9999", "--no-browser", "--ServerApp.ip=0.0.0.0"]
     assert ("You are root" in result.output) == told

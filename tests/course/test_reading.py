@@ -114,6 +114,8 @@ class TestChapter:
         for cell in code:
             hidden = cell["metadata"].get("jupyter", {}).get("outputs_hidden", False)
             assert hidden == notebook.answers_a_prediction(cell["source"]), cell["source"]
+            for first in cell["outputs"][: hidden and 1]:
+                assert "".join(first.get("text", notebook.FOLDED)).startswith(notebook.FOLDED), cell["source"]
 
     def test_a_table_of_costs_comes_after_a_prediction(self, number):
         """In its section, the text below one heading: numbers are more than read where one was guessed."""
