@@ -18,11 +18,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from minitrain.course.home import PAGES
-from minitrain.course.notebook import CHAPTERS, key_among, numbered
+from minitrain.course.notebook import CHAPTERS, chapters, key_among, numbered
 
 ROOT = CHAPTERS.parent
 FOLDERS = ("notebooks", "exercises")
@@ -61,8 +61,7 @@ def prepare(root: Path = ROOT, fresh: Iterable[str] = ()) -> list[str]:
 
 def command(work: Path, arguments: Sequence[str]) -> list[str]:
     """How JupyterLab is started over `work`, at chapter 00, without news; for root only if told to."""
-    first = next(iter(numbered(CHAPTERS, ".ipynb").values())).name
-    root = [f"--LabApp.default_url=/lab/tree/notebooks/{first}", "--LabApp.news_url=None"]
+    root = [f"--LabApp.default_url=/lab/tree/notebooks/{chapters()['00'].name}", "--LabApp.news_url=None"]
     root += ["--allow-root"] if os.geteuid() == 0 and "--allow-root" not in arguments else []
     return [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={work}", *root, *arguments]
 
@@ -133,10 +132,8 @@ def _hash(path: Path) -> str:
     if not path.exists():
         return ""
     content = path.read_bytes()
-    try:
+    with suppress(ValueError, KeyError, TypeError):
         content = json.dumps(json.loads(content)["cells"], sort_keys=True).encode()
-    except (ValueError, KeyError, TypeError):
-        pass
     return hashlib.sha256(content).hexdigest()
 
 

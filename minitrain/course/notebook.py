@@ -22,7 +22,7 @@ from minitrain.course.home import HOME, PACKAGE, at_home
 CHAPTERS = (HOME or PACKAGE.parent) / "notebooks"
 EXERCISES = CHAPTERS.parent / "exercises"
 CELL_TIMEOUT_S = 3600
-FOLDED = "beside your guess:\n"
+FOLDED = "beside your guess:\n"  # of what is folded JupyterLab shows the first line: no answer
 _PYTHON = {"name": "python", "version": "3.11.7", "mimetype": "text/x-python", "file_extension": ".py"}
 _PYTHON |= {"codemirror_mode": {"name": "ipython", "version": 3}, "pygments_lexer": "ipython3"}
 METADATA = {  # what JupyterLab writes; with another Python the line of its version differs, no other
@@ -40,8 +40,7 @@ def show(*things: Callable) -> None:
     parts = [_sourced(thing) for thing in things]
     plain = "\n\n\n".join(f"# {place}\n{source}" for place, _, source in parts)
     if get_ipython() is None:
-        print(plain)
-        return
+        return print(plain)
     fences = [
         f"[`{place}`](../{place.replace(':', '#L')}) {said}\n\n```python\n{source}\n```"
         for place, said, source in parts
@@ -76,8 +75,7 @@ def _number(value) -> str:
 
 def numbered(folder: Path, suffix: str) -> dict[str, Path]:
     """{"00": path, ..., "14": path, "14b": its appendix, ...} in reading order."""
-    found = {path.name.partition("_")[0]: path for path in folder.glob(f"[0-9][0-9]*_*{suffix}")}
-    return dict(sorted(found.items()))
+    return dict(sorted((path.name.partition("_")[0], path) for path in folder.glob(f"[0-9][0-9]*_*{suffix}")))
 
 
 def key_among(number: str | int, known: dict[str, Path], otherwise: str) -> str:
@@ -156,21 +154,19 @@ def execute(path: Path, out: Path, on_cell: Callable = lambda done, total: None)
 def normalised(notebook):
     """What JupyterLab would save, without what differs from run to run: ids, folders, where prints paused.
 
-    A cell that answers a prediction (it reads `guess`) is folded: running it opens it. JupyterLab shows the
-    first line of what is folded, so what it prints begins with one that says nothing.
+    A cell that answers a prediction (it reads `guess`) is folded: running it opens it.
     """
     notebook.metadata = copy.deepcopy(METADATA)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number:03d}"
-        tags = cell.metadata.get("tags", [])
-        cell.metadata = {"tags": tags} if tags else {}
+        cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
         if cell.cell_type == "code" and answers_a_prediction(cell.source):
             cell.metadata |= {"collapsed": True, "jupyter": {"outputs_hidden": True}}  # one fact, said twice
         if "outputs" in cell:
             cell.outputs = joined(cell.outputs)
-            first = cell.outputs[0] if cell.outputs else {}
-            if "collapsed" in cell.metadata and first.get("name") == "stdout":
-                first["text"] = FOLDED + first["text"].removeprefix(FOLDED)
+            for first in cell.outputs[: "collapsed" in cell.metadata]:
+                if first.get("name") == "stdout":
+                    first["text"] = FOLDED + first["text"].removeprefix(FOLDED)
         for output in cell.get("outputs", []):
             # A widget lives in its kernel only; where the files of a traceback lie is nobody's business.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
