@@ -77,6 +77,8 @@ class Pages:
             raise SystemExit(f"{page} links to {link}, which is not there")
         if path in DOCUMENTS or path.endswith((".png", ".ipynb")):
             return link
+        if path.startswith("docs/book/explorers/"):
+            return "site:" + path.removeprefix("docs/book/")
         return self.site(path) + (f"#{anchor}" if anchor else "")
 
     def site(self, path: str) -> str:
