@@ -205,10 +205,7 @@ def grade(
 def atlas(
     words: Annotated[
         list[str] | None,
-        Argument(
-            help="only rows with all these words",
-            autocompletion=lambda incomplete: among(named())(incomplete.lower()),
-        ),
+        Argument(help="which all occur", autocompletion=lambda incomplete: among(named())(incomplete)),
     ] = None,
 ) -> None:
     """Search the systems the course covers, best match first; each names the test that proves it."""

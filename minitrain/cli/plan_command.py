@@ -18,14 +18,14 @@ from minitrain.plan.planner import Task, needs, pareto, search, why
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES
-from minitrain.ranks.checks import require_positive_ints
+from minitrain.ranks.checks import require_positive
 from minitrain.ranks.tables import aligned
 from minitrain.systems.plan.emit.plan_files import EMIT, read, written
 
 HEAD = ("", "dp", "pp", "cp", "tp", "ep", "ZeRO", "schedule", "rows", "times", "recompute")
 HEAD += ("step", "MFU", "memory", "most time goes to")
 OTHERS = "megatron-2023", "overlapped", "megascale", "deepseek"  # stacks tried too; the last for experts
-FRONT = 10  # rows shown
+FRONT, SLOWEST = 10, 2  # rows of it, and times the best's step, that are shown
 
 
 def plan(
@@ -38,6 +38,7 @@ def plan(
     precision: Annotated[str, Option(help="which number has how many bits")] = "bfloat16_main_grads",
     room: Annotated[float, Option(help="share of a device's memory, less a reserve, to fill")] = 0.9,
     top: Annotated[int, Option(help="how many layouts to show")] = 5,
+    tokens: Annotated[float, Option(help="of the whole training, for its days")] = 1e12,
     explain: Annotated[bool, Option("--explain", help="where each loses its time, and the front")] = False,
     emit: Annotated[str | None, Option(help=f"write the best for {', '.join(EMIT)}")] = None,
     out: Annotated[Path | None, Option(help="file for --emit; else it is printed")] = None,
@@ -49,7 +50,7 @@ def plan(
     minitrain plan --model llama3-70b --ranks 512 --batch 1024 --length 8192
     minitrain plan --model gpt3-175b --machine a100 --ranks 1024 --length 2048
     minitrain plan --model small --ranks 4 --batch 8 --length 256 --emit minitrain"""
-    require_positive_ints(top=top)
+    require_positive(top=top, tokens=tokens)
     writer = None if emit is None else known(EMIT, system=emit)
     writable(out=out)
     if out and not writer:
@@ -62,23 +63,28 @@ def plan(
 
     from minitrain.compose.dry_runs import work_of
 
-    fits = search(task, work_of, progress=lambda each: tqdm(each, leave=False, disable=None))
-    best = fits[0]
+    best, *_ = fits = search(task, work_of, progress=lambda each: tqdm(each, leave=False, disable=None))
     said = f"{batch} x {length} tokens per step"
     echo(f"{model} on {ranks} x {task.machine.device.name}, {said}; stack {task.stack}\n")
-    echo(table(fits[:top]))
-    speed, days = batch * length / best.step_s, best.step_s / (batch * length) * 1e12 / 86400
-    said = f"1: {speed / ranks:,.0f} tokens/s per device, {days:,.1f} days per 1e12 tokens"
+    shown = [one for one in fits if one.step_s <= SLOWEST * best.step_s]
+    echo(table(shown[:top]))
+    days = tokens / (speed := batch * length / best.step_s) / 86400
+    said = f"1: {speed:,.0f} tokens/s, {speed / ranks:,.0f} per device, {days:,.1f} days for {tokens:g}"
     echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB; {said}\n")
+    echo("Assumed: no stragglers, no wait for input, an idle network, rates that published runs reach")
     for limit in best.limits:
         echo(f"Not modelled: {limit}")
+    near = [one.run.strategy for one in fits if one.step_s <= 1.25 * best.step_s]
     for other in OTHERS[: 3 + bool(of.experts)]:
-        winner = best if other == stack else search(replace(task, stack=STACKS[other]), work_of)[0]
+        again = replace(task, stack=STACKS[other])
+        winner = best if other == stack else search(again, work_of, among=near)[0]
         if winner.run.strategy != best.run.strategy:
-            echo(f"With stack {other} the fastest is another: MFU {winner.mfu:.1%}, {winner.run.strategy}")
+            echo(
+                f"With {other} the fastest within 25% is another: MFU {winner.mfu:.1%}, {winner.run.strategy}"
+            )
     kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in best.memory.items() if size)
     echo(f"Memory of 1 in GB on the fullest rank: {kinds}\n")
-    for number, other in enumerate(fits[1 : top if explain else 2], start=2):
+    for number, other in enumerate(shown[1 : top if explain else 2], start=2):
         echo(f"{number} is {other.step_s / best.step_s - 1:.1%} slower than 1: {reasons(best, other)}")
     if theirs:
         echo(f"\n{compare} beside 1:\n{table([theirs := predict(theirs, work_of)])}")
@@ -91,7 +97,7 @@ def plan(
         spent = sorted(best.parts.items(), key=lambda item: -item[1])
         rows = [(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s]
         echo(f"\nWhere the time of 1 goes:\n{aligned(rows)}")
-        echo(f"\nFaster ones need more memory:\n{table(pareto(fits)[:FRONT])}")
+        echo(f"\nFaster ones need more memory:\n{table(pareto(shown)[:FRONT])}")
     if writer:
         echo()
         write(fits, writer, out)

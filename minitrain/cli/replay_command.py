@@ -118,7 +118,8 @@ def memory(ledgers: dict, target: Machine) -> str:
     rank = max(ledgers, key=lambda rank: ledgers[rank].peak_bytes)
     peak, capacity = ledgers[rank].peak_bytes, target.device.capacity_bytes
     kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in ledgers[rank].peak_by_kind.items() if size)
-    cure = "\nDOES NOT FIT: cut more (zero, tp, pp) or keep less (recompute, batch)" * (peak > capacity)
+    cure = "cut more (--zero --tp --pp --cp --ep) or keep less (--microbatches --recompute --batch --offload)"
+    cure = f"\nDOES NOT FIT: {cure}" * (peak > capacity)
     return f"peak memory {peak / 1e9:.1f} GB of {capacity / 1e9:.0f} GB on rank {rank} ({kinds}){cure}"
 
 

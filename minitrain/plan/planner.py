@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from minitrain.model.config import GPTConfig, divisors
-from minitrain.plan.predict.predicted_step import Prediction, predict
+from minitrain.plan.predict.predicted_step import Prediction, memory, predict
 from minitrain.plan.predict.rates import Rates
 from minitrain.plan.predict.training_run import STACKS, Stack, TrainingRun
 from minitrain.plan.predict.work import WorkOf
@@ -116,23 +116,25 @@ def schedules(model: GPTConfig, pp: int) -> list[tuple[str, int]]:
 
 
 def search(
-    task: Task, work_of: WorkOf, rates: Rates | None = None, progress: Callable[[Iterable], Iterable] = iter
+    task: Task, work_of: WorkOf, rates: Rates | None = None, progress: Callable = iter, among=None
 ) -> list[Prediction]:
-    """All that fit, the fastest and smallest first. ValueError if none divides, or none fits: by how much."""
-    every = [predict(task.run(strategy), work_of, rates) for strategy in progress(list(layouts(task)))]
-    if not every:
+    """All that fit (or `among` these), the fastest and smallest first; of the others no time is predicted.
+    ValueError if none divides, or none fits: by how much."""
+    runs = [task.run(strategy) for strategy in (layouts(task) if among is None else among)]
+    if not runs:
         below = task.batch // task.ranks * task.ranks
         near = " or ".join(str(n) for n in (below, below + task.ranks) if n)
         said = f"batch={task.batch} on {task.ranks} ranks of {task.machine.devices_per_node} a node"
         cure = f"use a batch of {near}, or fewer ranks"
         raise ValueError(f"{said}: no sizes of tp, pp, cp and dp divide both; {cure}")
-    if fits := [one for one in every if needs(one) <= task.room_bytes]:
+    sizes = [sum(memory(run, work_of).values()) for run in progress(runs)]
+    if fits := [predict(run, work_of, rates) for run, size in zip(runs, sizes) if size <= task.room_bytes]:
         return sorted(fits, key=lambda one: (one.step_s, needs(one)))
-    least = min(every, key=needs)
-    said = f"{needs(least) / 1e9:.1f} GB on a rank at least ({least.run.strategy})"
+    least, run = min(zip(sizes, runs), key=lambda one: one[0])
+    said = f"{least / 1e9:.1f} GB on a rank at least ({run.strategy})"
     own = f"{task.machine.device.name}'s {task.machine.device.capacity_bytes / 1e9:.1f} GB"
     room = f"{task.room_bytes / 1e9:.1f} GB are {task.room:.0%} of {own} less {RESERVED / 1e9:g} in reserve"
-    short = f"{(needs(least) - task.room_bytes) / 1e9:.1f} GB too little"
+    short = f"{(least - task.room_bytes) / 1e9:.1f} GB too little"
     raise ValueError(f"does not fit: {said}, {room}, {short}; use more ranks, or a machine with more memory")
 
 

@@ -26,13 +26,7 @@ HELP_AT = 34  # the column where the help of a flag begins
 
 
 def flags(
-    cls: type,
-    *,
-    panel: str = "",
-    unset: bool = False,
-    leave_out: Iterable[str] = (),
-    short: Mapping[str, str] = {},
-    choices: Mapping[str, Iterable[str]] = {},
+    cls: type, *, panel="", unset=False, leave_out: Iterable = (), short: Mapping = {}, choices: Mapping = {}
 ) -> list[Parameter]:
     """A parameter of a command per field. `unset`: what is not given is None; `short` are second names."""
     kinds, found = get_type_hints(cls), []

@@ -44,8 +44,7 @@ class Layout:  # a schedule, and how many layers of each of LAYERS its stages ha
     ranks: tuple[tuple[int, ...], ...] = ()
 
     def build(self) -> Schedule:
-        sizes = dict(chunks=self.chunks, slices=self.slices, recompute=self.again)
-        return named(self.schedule, self.p, self.microbatches, **sizes)
+        return _built(self.schedule, self.p, self.microbatches, self.chunks, self.slices, self.again)
 
     @property
     def repeats_after(self) -> int:
@@ -56,6 +55,11 @@ class Layout:  # a schedule, and how many layers of each of LAYERS its stages ha
         return few if self.microbatches > few + self.p else self.microbatches
 
     short = property(lambda self: replace(self, microbatches=self.repeats_after))
+
+
+@lru_cache(maxsize=1 << 7)
+def _built(schedule: str, p: int, microbatches: int, chunks: int, slices: int, again: bool) -> Schedule:
+    return named(schedule, p, microbatches, chunks=chunks, slices=slices, recompute=again)
 
 
 @lru_cache(maxsize=1 << 14)

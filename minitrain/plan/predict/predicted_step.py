@@ -50,11 +50,7 @@ class Prediction:
         peak = run.strategy.ranks * run.machine.device.peak(run.strategy.policy.activations)
         return run.batch * run.length * flops_per_token(run.model, run.length) / (self.step_s * peak)
 
-    @cached_property
-    def memory(self) -> dict[str, int]:
-        run = self.run
-        kept = self.work_of(run.model, run.strategy, run.microbatch, run.length, run.stack.flash)
-        return memory_of(run, kept)
+    memory = cached_property(lambda self: memory(self.run, self.work_of))
 
     @cached_property
     def limits(self) -> tuple[str, ...]:
@@ -71,6 +67,11 @@ class Prediction:
         if run.strategy.slices > 1:
             found.append("slices: as if each took as long")
         return tuple(found)
+
+
+def memory(run: TrainingRun, work_of: WorkOf) -> dict[str, int]:
+    """Bytes by kind of the rank that has most."""
+    return memory_of(run, work_of(run.model, run.strategy, run.microbatch, run.length, run.stack.flash))
 
 
 def predict(run: TrainingRun, work_of: WorkOf, rates: Rates | None = None) -> Prediction:
