@@ -69,7 +69,7 @@ def plan(
     shown = [one for one in fits if one.step_s <= SLOWEST * best.step_s]
     echo(table(shown[:top]))
     days = tokens / (speed := batch * length / best.step_s) / 86400
-    said = f"1: {speed:,.0f} tokens/s, {speed / ranks:,.0f} per device, {days:,.1f} days for {tokens:g}"
+    said = f"1: {speed:,.0f} tokens/s, {speed / ranks:,.0f} each, {days:,.1f} days for {tokens:g} tokens"
     echo(f"\n{len(fits):,} layouts fit; room for {task.room_bytes / 1e9:.0f} GB; {said}\n")
     echo("Assumed: no stragglers, no wait for input, an idle network, rates that published runs reach")
     for limit in best.limits:
