@@ -64,8 +64,9 @@ def require_one_of(allowed: Iterable, **values) -> None:
     is_one = lambda value, one: value is one or (type(value) is type(one) and value == one)
     fits = lambda value: any(is_one(value, one) for one in allowed)
     for name, value in values.items():
-        wanted = f"use {', '.join(map(str, allowed))}{near(value, map(str, allowed))}"
-        _check_each({name: value}, fits, wanted)
+        if not fits(value):
+            wanted = f"use {', '.join(map(str, allowed))}{near(value, map(str, allowed))}"
+            _check_each({name: value}, fits, wanted)
 
 
 def near(given, allowed: Iterable[str]) -> str:
