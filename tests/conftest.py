@@ -27,7 +27,7 @@ from minitrain.course import atlas  # noqa: E402
 from tests.proved import Proved  # noqa: E402
 
 TECHNIQUES = "data_parallel|tensor_parallel|context|pipeline|moe|precision|memory|checkpoint"
-UNCHECKED = f"tests/({TECHNIQUES}|compose|model|cli)/"
+UNCHECKED = f"tests/({TECHNIQUES}|compose|model|cli|systems)/(?!faults/)"
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("repeatable")
 

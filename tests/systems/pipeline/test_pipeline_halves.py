@@ -162,10 +162,13 @@ class Seen(NamedTuple):
     buffers: int  # the most at any time
 
 
-def watched(case: Draw, way: str) -> Seen:
+def watched(case: Draw, way: str) -> Seen | None:
     run = made(case, way)
     layers = {number: len(mixtures(stage.layers)) for number, stage in run.runner.stages.items()}
     batch = run.batch(case.rows(0), 0)
+    if collectives.world().rank() > 1 and (case, way) != (EQUAL, "turns"):
+        run.step(batch)
+        return None  # ranks 0 and 1 are all stages
     with Ledger() as ledger:
         run.runner.hooks.append(Around(ledger.phase))
         run.step(batch)
@@ -200,8 +203,10 @@ def story(events, pair: Pair) -> list[str]:
 
 # layers of experts in the two stages of rank 0: 1 and 1, of rank 1: 2 and 2
 EQUAL = case(dict(router="balanced"), {})
-UNEVEN = case(dict(router="balanced", dense_first=1, shared_experts=1), {})  # 0 and 1, 2 and 2
-GATHERED = replace(EQUAL, strategy=replace(EQUAL.strategy, zero=3))
+UNEVEN = case(
+    dict(router="balanced", dense_first=1, shared_experts=1), dict(num_layers=4)
+)  # 0 and 1, 1 and 1
+GATHERED = case(dict(router="balanced"), dict(num_layers=4), zero=3)
 
 
 def hidden(found: list[str]) -> int:
@@ -231,7 +236,7 @@ def launched(ranks: int):
 
 
 def seen(case: Draw, way: str) -> list[Seen]:
-    return [rank[case, way] for _, rank in launched(case.strategy.ranks)]
+    return [rank[case, way] for _, rank in launched(case.strategy.ranks) if rank[case, way]]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -283,7 +288,7 @@ def test_what_the_side_with_more_layers_sends_last_is_exposed():
             f, b = 2 * forward, 2 * backward
             assert f + b - hidden(found) == max(f - b, 0) + max(b - f - 1, 0)
             met.add((f, b))
-    assert met == {(0, 2), (2, 0), (4, 4)}
+    assert met == {(0, 2), (2, 0), (2, 2)}
 
 
 def test_of_two_levels_what_crosses_between_nodes_is_hidden():

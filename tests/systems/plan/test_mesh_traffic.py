@@ -14,8 +14,8 @@ from minitrain.model.training.optim import AdamW
 from minitrain.plan.accounting import parameters
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.mesh_traffic import layer_parameters, sent_by_axis
+from tests.parallel import Traffic
 
 ROWS, LENGTH = 16, 32
 LLAMA = GPTConfig(
@@ -48,7 +48,7 @@ def step(config, strategy):
     run = parallelize(config, strategy, partial(AdamW, lr=1e-2))
     draw = partial(random_tokens, batch_size=ROWS, length=LENGTH, vocab=config.vocab_size)
     batch = run.batch(Rows(draw, ROWS, LENGTH), 0)
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         run.step(batch)
     sent = Counter()
     for event in ledger.events:
