@@ -1,7 +1,7 @@
 """Of every chapter: stubs get nothing, the solution everything, each wrong solution is caught by name, and
 what knows nothing of its task or walks around it earns nothing.
 
-Here one wrong solution for each property of each task, and three answers that know nothing;
+Here one wrong solution of each task, and one or two answers that know nothing;
 `python -m minitrain.course.exercises prove` and `attack` try all."""
 
 from dataclasses import replace
@@ -22,8 +22,8 @@ def test_stubs_get_nothing_solutions_everything_and_wrong_ones_are_caught_by_nam
 
 @pytest.mark.parametrize("number", CHAPTERS)
 def test_answers_that_know_nothing_of_their_task_earn_nothing(judge, number):
-    tried, faults = exercises.attack(CHAPTERS[number], judge, every=3)
-    assert faults == [] and tried >= 3 * len(CHAPTERS[number].tasks)
+    tried, faults = exercises.attack(CHAPTERS[number], judge, every=6)
+    assert faults == [] and tried >= len(CHAPTERS[number].tasks)
 
 
 def test_sixty_walk_arounds_are_among_the_wrong_solutions():
