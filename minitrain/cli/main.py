@@ -66,9 +66,9 @@ def options(
 
 
 app.command(cls=Command)(train_command.train)
-app.command()(sample)
+app.command(cls=Command)(sample)
 app.command()(tokenize_command.tokenize)
-app.command()(plan_command.plan)
+app.command(cls=Command)(plan_command.plan)
 app.command(cls=Command)(replay_command.replay)
 app.command("lift")(lift_command)
 app.add_typer(checkpoint_command.app, name="checkpoint")

@@ -5,19 +5,21 @@ one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one fo
 `--compare` reads such a file and predicts it beside the best (systems/plan/emit).
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 from typer import Option, echo
 
-from minitrain.cli.replay_command import known, writable
+from minitrain.cli.replay_command import Described, known, writable
 from minitrain.model.config import presets
 from minitrain.model.training.flags import among
 from minitrain.plan.planner import Task, needs, pareto, search, why
 from minitrain.plan.predict.predicted_step import Prediction, predict
 from minitrain.plan.predict.training_run import STACKS
-from minitrain.plan.simulate.machines import MACHINES
+from minitrain.plan.predict.work import WorkOf
+from minitrain.plan.simulate.machines import machine as machine_of
 from minitrain.ranks.checks import require_positive
 from minitrain.ranks.tables import aligned
 from minitrain.systems.plan.emit.plan_files import EMIT, read, written
@@ -30,7 +32,7 @@ FRONT, SLOWEST = 10, 2  # rows of it, and times the best's step, that are shown
 
 def plan(
     model: Annotated[str, Option(help="such as llama3-70b", autocompletion=among(presets))] = "llama3-70b",
-    machine: Annotated[str, Option(help="such as h100 or a100", autocompletion=among(MACHINES))] = "h100",
+    machine: Described = "h100",
     ranks: Annotated[int, Option(help="devices in all")] = 512,
     batch: Annotated[int, Option(help="sequences of a step, on all ranks together")] = 1024,
     length: Annotated[int, Option(help="tokens in a sequence")] = 8192,
@@ -55,8 +57,8 @@ def plan(
     writable(out=out)
     if out and not writer:
         raise ValueError(f"out={out} without --emit; say for which system: {', '.join(EMIT)}")
-    of, on = known(presets, model=model), known(MACHINES, machine=machine)
-    task = Task(of, on, ranks, batch, length, known(STACKS, stack=stack), precision, room)
+    of, on, software = known(presets, model=model), machine_of(machine), known(STACKS, stack=stack)
+    task = Task(of, on, ranks, batch, length, software, precision, room)
     job, rest = read(compare, task) if compare else (None, {})
     theirs = job and task.run(job.strategy)
     from tqdm import tqdm
@@ -74,14 +76,8 @@ def plan(
     echo("Assumed: no stragglers, no wait for input, an idle network, rates that published runs reach")
     for limit in best.limits:
         echo(f"Not modelled: {limit}")
-    near = [one.run.strategy for one in fits if one.step_s <= 1.25 * best.step_s]
-    for other in OTHERS[: 3 + bool(of.experts)]:
-        again = replace(task, stack=STACKS[other])
-        winner = best if other == stack else search(again, work_of, among=near)[0]
-        if winner.run.strategy != best.run.strategy:
-            echo(
-                f"With {other} the fastest within 25% is another: MFU {winner.mfu:.1%}, {winner.run.strategy}"
-            )
+    for line in of_other_stacks(fits, task, work_of):
+        echo(line)
     kinds = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in best.memory.items() if size)
     echo(f"Memory of 1 in GB on the fullest rank: {kinds}\n")
     for number, other in enumerate(shown[1 : top if explain else 2], start=2):
@@ -94,13 +90,27 @@ def plan(
         if (missing := needs(theirs) - task.room_bytes) > 0:
             echo(f"it does not fit: {missing / 1e9:.1f} GB more than there is room for")
     if explain:
-        spent = sorted(best.parts.items(), key=lambda item: -item[1])
-        rows = [(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s]
-        echo(f"\nWhere the time of 1 goes:\n{aligned(rows)}")
+        echo(f"\nWhere the time of 1 goes:\n{parts_of(best)}")
         echo(f"\nFaster ones need more memory:\n{table(pareto(shown)[:FRONT])}")
     if writer:
         echo()
         write(fits, writer, out)
+
+
+def of_other_stacks(fits: list[Prediction], task: Task, work_of: WorkOf) -> Iterator[str]:
+    """Where another than the best is the fastest with another software."""
+    near = [one.run.strategy for one in fits if one.step_s <= 1.25 * fits[0].step_s]
+    for other in OTHERS[: 3 + bool(task.model.experts)]:
+        again = replace(task, stack=STACKS[other])
+        winner = fits[0] if again == task else search(again, work_of, among=near)[0]
+        if winner.run.strategy != near[0]:
+            said = f"MFU {winner.mfu:.1%}, {winner.run.strategy}"
+            yield f"With {other} the fastest within 25% is another: {said}"
+
+
+def parts_of(one: Prediction) -> str:
+    spent = sorted(one.parts.items(), key=lambda item: -item[1])
+    return aligned([(part, readable(s), f"{s / one.step_s:.1%}") for part, s in spent if s])
 
 
 def write(best: list[Prediction], writer, out: Path | None) -> None:

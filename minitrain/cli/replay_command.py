@@ -11,9 +11,12 @@ from minitrain.model.training.flags import among, chosen, flags, options
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.predict.training_run import STACKS
 from minitrain.plan.simulate.machines import MACHINES, Machine
+from minitrain.plan.simulate.machines import machine as machine_of
 from minitrain.plan.strategy import CHOICES, Strategy
 from minitrain.ranks.checks import require_ints
 from minitrain.systems.simulate.replay import calibrated
+
+Described = Annotated[str, Option(help="such as h100, or a file: mine.toml", autocompletion=among(MACHINES))]
 
 
 def known(names: dict, **given: str):
@@ -33,7 +36,7 @@ def writable(**given: Path | None) -> None:
 @options(flags(Strategy, unset=True, panel="Layout over ranks, by default as said above", choices=CHOICES))
 def replay(
     model: Annotated[str, Argument(help="such as llama3-8b or gpt2", autocompletion=among(presets))],
-    machine: Annotated[str, Option(help="such as h100 or a100", autocompletion=among(MACHINES))] = "h100",
+    machine: Described = "h100",
     ranks: Annotated[int | None, Option(help="of all axes; dp is what is left; else 64")] = None,
     batch: Annotated[int | None, Option(help="rows of the global batch; else as few as can be")] = None,
     length: Annotated[int | None, Option(help="tokens of a row; else 8192, or all there are")] = None,
@@ -59,7 +62,7 @@ def replay(
     config = known(presets, preset=model)
     shares = dict(compute_efficiency=compute_efficiency, memory_efficiency=memory_efficiency)
     given = shares | dict(network_efficiency=network_efficiency)
-    target = calibrated(known(MACHINES, machine=machine), STACKS["overlapped"])
+    target = calibrated(machine_of(machine), STACKS["overlapped"])
     target = replace(target, **{name: share for name, share in given.items() if share is not None})
     strategy = strategy_for(chosen(Strategy, values), ranks)
     hyper = step_for(config, strategy, batch, length)

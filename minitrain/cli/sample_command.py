@@ -14,12 +14,12 @@ from typer import Option, echo
 from minitrain.cli.checkpoint_command import Folder, Step, config_in, step_of, store_of
 from minitrain.cli.train_command import WEEK_S
 from minitrain.model.training.flags import chosen, flags, options
-from minitrain.plan.strategy import Strategy
+from minitrain.plan.strategy import CHOICES, Strategy
 from minitrain.ranks.checks import require_ints, require_nonnegative
 from minitrain.ranks.process import in_a_job
 
 
-@options(flags(Strategy, unset=True))
+@options(flags(Strategy, unset=True, panel="Layout over ranks", choices=CHOICES))
 def sample(
     folder: Folder,
     prompt: Annotated[str, Option(help="what the text begins with")] = "The ",

@@ -1,4 +1,4 @@
-"""What training costs, as formulas (no torch): parameters, arithmetic, memory, bytes on disk and on the wire.
+"""What training costs, as formulas (no torch): parameters, arithmetic, memory, bytes on disk.
 
     parameters       V·D + L·(attention + MLP + norms) + norm + V·D      the last V·D if the head is not tied
     a block          12·D² + 13·D      MHA, biases, LayerNorm, F = 4D; GQA: 2·D·H·K + 2·D·H_kv·K
@@ -12,11 +12,8 @@
     checkpoint       14 bytes per parameter                 all but the gradient
     activations      s·b·h·(34 + 5·a·s/h) bytes per layer   sequence s, microbatch b, width h, heads a
 
-    ZeRO-3 sends     3 · 2·P · (n-1)/n              per device and step: gather twice, reduce-scatter once
-    TP sends         8·(t-1)/t · tokens·h · 2 · L   per device and step: four all-reduces per layer
-
 Differs from the sources: N is every weight that a token is multiplied with, so the count is exact (PaLM's N
-is all parameters); ring volumes have their (n-1)/n, which ZeRO's 3·P drops.
+is all parameters). What travels: systems/plan/mesh_traffic.py.
 """
 
 from dataclasses import dataclass
@@ -243,22 +240,7 @@ def activation_bytes(
     )
 
 
-def latent_attention_bytes_per_token(config: GPTConfig, *, recompute=False, element_bytes=2) -> int:
-    """Kept per token by norm and latent attention of a layer, with a core that keeps its inputs only. With
-    `recompute`, as in DeepSeek-V3, norms and up-projections run again: the latents are kept, not Q, K, V of
-    128 heads. Left out, below 1 %: RoPE's angles, a number per norm, a fused core's log-sum-exp."""
-    require_positive_ints(element_bytes=element_bytes)
-    D, H, K, R = config.d_model, config.num_heads, config.head_dim, config.rope_head_dim
-    outputs = D + config.query_latent + config.kv_latent  # of three norms: inputs of the projections
-    inputs = outputs + R  # of the first norm and of the latents' norms
-    wide = 2 * H * (K + R) + H * K  # Q, K and V
-    return element_bytes * (inputs + H * K + (0 if recompute else outputs + wide))
-
-
-# ---- bytes of a text, and on the wire --------------------------------------------------------------------
-# ZeRO-3's bytes do not depend on the batch, TP's do: beyond 3·P·(n-1)/n / (8·(t-1)/t · h · L) tokens per
-# step, ZeRO-3 sends less. (It then needs that batch on every device, and overlap, or a link fast enough for
-# all of it.) ZeRO, section 7.2; Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
+# ---- bytes of a text --------------------------------------------------------------------------------------
 
 
 def token_bytes(vocab: int) -> int:
@@ -270,17 +252,3 @@ def token_bytes(vocab: int) -> int:
 def text_bytes(tokens: float, bytes_per_token: int) -> float:
     require_nonnegative(tokens=tokens, bytes_per_token=bytes_per_token)
     return tokens * bytes_per_token
-
-
-def zero3_bytes_per_step(parameters: float, devices: int, element_bytes: int = 2) -> float:
-    """Bytes each device sends: 3 times the parameters, whatever the batch."""
-    require_nonnegative(parameters=parameters, element_bytes=element_bytes)
-    require_positive_ints(devices=devices)
-    return 3 * element_bytes * parameters * (devices - 1) / devices
-
-
-def tensor_parallel_bytes_per_step(tokens, width, num_layers, tensor_parallel, element_bytes=2) -> float:
-    """Bytes each device sends: 4 all-reduces of tokens·h per layer, each 2·(t-1)/t of that."""
-    require_nonnegative(tokens=tokens, width=width, num_layers=num_layers, element_bytes=element_bytes)
-    require_positive_ints(tensor_parallel=tensor_parallel)
-    return 8 * (tensor_parallel - 1) / tensor_parallel * tokens * width * element_bytes * num_layers

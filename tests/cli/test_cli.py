@@ -104,7 +104,7 @@ NAMES = {  # a wrong name, and what is said before torch is loaded
     "grade 77": "chapter 77 has no exercises",
     "lab --fresh 77": "there is no chapter '77' to make fresh",
     "replay gpt9": "no preset is called 'gpt9'; did you mean 'gpt2'",
-    "replay tiny --machine abacus": "no machine is called 'abacus'",
+    "replay tiny --machine abacus": "machine='abacus': use v100, ",
     "plan --model nope": "no model is called 'nope'",
     "train --preset nope": "no preset is called 'nope'",
     "train --nope 3": "No such option: --nope",

@@ -130,8 +130,8 @@ def test_flags_may_not_contradict_a_plan(words, said, tmp_path):
     "words, said",
     [
         (["--model", "llama3-7b"], r"no model is called 'llama3-7b'; did you mean 'llama3-\d+b"),
-        (["--machine", "h10"], "no machine is called 'h10'; did you mean 'h100"),
-        (["--machine", "zzz"], "allowed: v100"),
+        (["--machine", "h10"], "machine='h10': use .*; did you mean h100"),
+        (["--machine", "zzz"], "machine='zzz': use v100, "),
         (["--stack", "megatron"], "did you mean 'megatron-202"),
         (["--emit", "megatron-lm"], "no system is called 'megatron-lm'; did you mean 'megatron"),
         (["--ranks", "0"], "ranks=0"),

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from functools import partial
+from math import ceil
 
 import pytest
 import torch
@@ -25,20 +26,19 @@ from minitrain.plan.accounting import (
     flops_per_token,
     forward_flops_per_token,
     hfu,
-    latent_attention_bytes_per_token,
     matmul_parameters,
     mfu,
     model_state_bytes,
     parameter_table,
     parameters,
-    tensor_parallel_bytes_per_step,
     text_bytes,
     token_bytes,
     training_days,
-    zero3_bytes_per_step,
     zero_bytes,
 )
+from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
+from minitrain.systems.plan.mesh_traffic import sent_by_axis
 from minitrain.systems.plan.published import published
 
 DEEPSEEK_V2 = GPTConfig(
@@ -381,8 +381,11 @@ def test_no_tp_memory():
             latents = checkpoint(lambda x: layer.compress(norm(x)), x, use_reentrant=False)
             out = checkpoint(partial(attend, layer), *latents, positions, use_reentrant=False)
             layer.out(out.transpose(1, 2).flatten(-2))
-        kept = latent_attention_bytes_per_token(config, recompute=False)
-        kept_little = latent_attention_bytes_per_token(config, recompute=True)
+        inputs = config.d_model + config.query_latent + config.kv_latent  # of the projections
+        given = inputs + config.rope_head_dim + (values := config.num_heads * config.head_dim)
+        kept_little = 2 * given  # what enters the three norms, and the last projection
+        wide = 3 * values + 2 * config.num_heads * config.rope_head_dim  # Q, K and V
+        kept = kept_little + 2 * (inputs + wide)
         angles, scales = 2 * 2 * config.rope_head_dim, 3 * 4  # of two rotations, of three norms
         assert everything.bytes / length == kept + angles + scales
         assert near(everything.bytes / length, kept, 0.01)
@@ -400,21 +403,12 @@ def test_no_tp_memory():
 
 
 def test_zero3_instead_of_3d():
-    """The batch at which gathered weights and reduced activations cost the same: searched and solved for."""
-    config, devices = presets["gpt3-175b"], 1024
-    P, h, L = parameters(config), config.d_model, config.num_layers
+    """The batch at which gathered weights and reduced activations cost the same: counted around it, and solved."""
+    config, h = presets["gpt3-175b"], presets["gpt3-175b"].d_model
+    sent = lambda rows, **layout: sent_by_axis(config, Strategy(precision="bfloat16", **layout), rows, 2048)
+    gathered = sent(1024, dp=1024, zero=3)["dp"]
+    assert near(gathered, 3 * 2 * parameters(config), 0.01) and gathered == sent(2048, dp=1024, zero=3)["dp"]
     for t in (2, 4, 8):
-        gathered = zero3_bytes_per_step(P, devices)
-
-        def reduced(tokens):
-            return tensor_parallel_bytes_per_step(tokens, h, L, t)
-
-        low, high = 1, 1 << 40
-        while high - low > 1:  # the first batch whose TP traffic is no smaller
-            middle = (low + high) // 2
-            low, high = (middle, high) if reduced(middle) < gathered else (low, middle)
-        solved = gathered / reduced(1)
-        assert low <= solved <= high
-        # With P = 12·L·h² it is 4.5·h·t/(t-1) tokens per step: independent of depth.
-        assert near(solved, 4.5 * h * t / (t - 1), 0.01)
-    assert round(zero3_bytes_per_step(1e9, 4)) == 4.5e9  # 3 · 2 bytes · 3/4
+        solved = 4.5 * h * t / (t - 1)  # tokens per step with P = 12·L·h²: independent of depth
+        below, above = (sent(rows, tp=t)["tp"] for rows in (int(0.99 * solved / 2048), ceil(solved / 2048)))
+        assert below < gathered < 1.02 * above

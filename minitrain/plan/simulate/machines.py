@@ -10,13 +10,14 @@ compute_efficiency=0.7)` asks for less. Published: NCCL counts on 20.6 of the 25
 (src/graph/topo.h), the DeepSeek-V3 report (section 3.2.2) on 160 of the 200 GB/s of an H800.
 """
 
-from dataclasses import dataclass, field
+import tomllib
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import Any, get_args
 
-from minitrain.ranks.checks import require_fractions, require_positive, require_positive_ints
+from minitrain.ranks.checks import require_fractions, require_one_of, require_positive, require_positive_ints
 
 GB = 1e9
-TFLOPS = 1e12
 
 _SHORT = dict(fp64="float64", fp32="float32", tf32="tfloat32", bf16="bfloat16", fp16="float16", fp8="float8")
 
@@ -29,7 +30,7 @@ class Device:
     peak_flops: dict[str, float] = field(hash=False)
     memory_bytes: float  # as the datasheet has it
     memory_bandwidth_bytes_per_s: float
-    source: str
+    source: str = ""
     multiprocessors: int = 1  # each computes one tile of a product at a time
     capacity_bytes: float | None = None  # of memory, as a program finds it; None: the datasheet's
 
@@ -51,7 +52,7 @@ class Link:  # what one device (or one network card) can send, and receive at th
     name: str
     latency_s: float
     bandwidth_bytes_per_s: float  # per direction
-    source: str
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,34 +100,50 @@ class Machine:
     inter_bytes_per_s = property(lambda at: at.nic_bytes_per_s * at.nics_per_node / at.devices_per_node)
 
 
-def _read() -> tuple[dict[str, Link], dict[str, Device], dict[str, Machine]]:
-    links, devices, machines = {}, {}, {}
-    table = Path(__file__).with_name("machines.tsv").read_text()
-    for line in (line for line in table.splitlines() if not line.startswith("#")):
-        kind, name, *cells = line.split("\t")
-        if kind == "link":
-            latency_s, gb_per_s, source = cells
-            links[name] = Link(name, float(latency_s), float(gb_per_s) * GB, f"{source}; {_LATENCIES}")
-        elif kind == "device":
-            gb, gib, gb_per_s, multiprocessors, peaks, source = cells
-            tflops = (peak.split("=") for peak in peaks.split())
-            rates = {dtype: float(rate) * TFLOPS for dtype, rate in tflops}
-            memory = float(gb) * GB, float(gb_per_s) * GB
-            devices[name] = Device(name, rates, *memory, source, int(multiprocessors), float(gib) * 2**30)
-        elif kind == "machine":
-            device, per_node, intra, inter, cards, host, *disk = cells
-            node = devices[device], int(per_node), links[intra], links[inter], int(cards)
-            more = dict(host=links[host], disk=links[disk[0]] if disk else None)
-            machines[name] = Machine(name, *node, **more)
-    return links, devices, machines
+def _made(cls: type, given: dict[str, Any], where: str) -> Any:
+    """From a table of its fields; a device or a link in it is a name, or a table too."""
+    known = {one.name: one for one in fields(cls)}
+    for name in given:
+        require_one_of(known, **{f"{where}field": name})
+    needed = [name for name, one in known.items() if one.default is MISSING]
+    if lacks := [name for name in needed if name not in given]:
+        said = f"{cls.__name__.lower()} needs {', '.join(needed)}"
+        raise ValueError(f"{where.rstrip('.: ')}: no {', '.join(lacks)}; a {said}")
+    return cls(**{name: _value(known[name].type, value, where + name) for name, value in given.items()})
 
 
-_LATENCIES = "latency: NCCL tuning.cc, ring, LL128"
-LINKS, DEVICES, MACHINES = _read()
+def _value(kind: Any, given: Any, where: str) -> Any:
+    for cls, known in (Device, DEVICES), (Link, LINKS):
+        if cls in (kind, *get_args(kind)):
+            if isinstance(given, dict):
+                return _made(cls, given, f"{where}.")
+            require_one_of(known, **{where: given})
+            return known[given]
+    wanted, said = {str: (str, "text"), dict[str, float]: (dict, "table")}.get(kind, ((int, float), "number"))
+    if not isinstance(given, wanted):
+        raise ValueError(f"{where}={given!r}: give a {said}")
+    if isinstance(given, dict):
+        return {_SHORT.get(key, key): _value(float, one, f"{where}.{key}") for key, one in given.items()}
+    if said == "number":
+        (require_positive_ints if kind is int else require_positive)(**{where: given})
+    return given
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("machines.toml").read_text())
+LINKS, DEVICES, MACHINES = {}, {}, {}
+for _cls, _known in (Link, LINKS), (Device, DEVICES), (Machine, MACHINES):
+    for _name, _given in _TABLES[_cls.__name__.lower()].items():
+        _known[_name] = _made(_cls, {"name": _name} | _given, f"{_name}.")
 
 
 def machine(name: str) -> Machine:
-    """The described machine of that name, for instance "h100"."""
-    if name not in MACHINES:
-        raise ValueError(f"no machine is called {name!r}; choose from {', '.join(MACHINES)}")
-    return MACHINES[name]
+    """The described machine of that name, for instance "h100", or your own, of a TOML file: "my.toml" has the
+    fields of `Machine`; a device or a link is a name of machines.toml, or a table of its fields."""
+    if not str(name).endswith(".toml"):
+        require_one_of(MACHINES, machine=name)
+        return MACHINES[name]
+    try:
+        given = tomllib.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"machine={name}: {error}; docs/commands.md has an example of such a file") from None
+    return _made(Machine, {"name": Path(name).stem} | given, f"{name}: ")

@@ -242,7 +242,7 @@ def hang(timeout_s: float, stuck: dict[int, Stuck], dumps: dict[int, str], cells
     order = sorted(stuck, key=lambda rank: (rank not in blamed, rank))
     places = alike({rank: stuck[rank].text for rank in order})
     told = "; ".join(say(text, ranks) for text, ranks in places.items())
-    told += "" if waiting else "; if this is only slow, raise timeout_s"
+    told += "; if this is only slow, raise timeout_s"
     stacks = alike({rank: stack_text(dumps.get(rank, ""), cells) for rank in order})
     text = "\n".join(f"{name(ranks).capitalize()}, {stack}" for stack, ranks in stacks.items() if stack)
     return LaunchTimeout(f"not finished after {timeout_s:g} s: {told}", sorted(blamed or stuck), text)

@@ -8,7 +8,7 @@ per byte; a LayerNorm, a softmax or an addition has a few, which the ledger does
 their bytes. `operators` places every operator of a step, from the ledger's events.
 
 A bound: a kernel reads each tensor once and no launch takes time. Williams et al. 2009, "Roofline", CACM
-52(4); NVIDIA 2020 and 2022, A100 and H100 datasheets (plan/simulate/machines.tsv).
+52(4); NVIDIA 2020 and 2022, A100 and H100 datasheets (plan/simulate/machines.toml).
 """
 
 from collections.abc import Iterable

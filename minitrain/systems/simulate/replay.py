@@ -53,10 +53,11 @@ def replay(
 def calibrated(machine: Machine, stack: Stack) -> Machine:
     """A machine that reaches what runs of such a software reach."""
     rates = rates_of(machine, stack)
-    shares = dict(compute_efficiency=rates.products, memory_efficiency=rates.memory)
     faster = machine.intra.bandwidth_bytes_per_s * rates.nvlink / rates.network
     inside = replace(machine.intra, bandwidth_bytes_per_s=faster)  # of which `network` then is nvlink
-    return replace(machine, intra=inside, network_efficiency=rates.network, **shares)
+    found = dict(compute=rates.products, memory=rates.memory, network=rates.network)
+    shares = {(name := f"{kind}_efficiency"): one * getattr(machine, name) for kind, one in found.items()}
+    return replace(machine, intra=inside, **shares)
 
 
 class _Transfer:  # a collective or message on its way; a copy has no stream, and its end is known at once

@@ -1,8 +1,8 @@
 """The described machines: datasheet figures, the ratios which the course quotes, and one-line errors."""
 
 import dataclasses
-import subprocess
-import sys
+import re
+from pathlib import Path
 
 import pytest
 
@@ -10,25 +10,7 @@ from minitrain.plan.simulate import machines
 from minitrain.plan.simulate.machines import DEVICES, GB, LINKS, machine
 from minitrain.ranks.tables import aligned
 
-
-def total(link):
-    """Both directions together, as NVIDIA prints NVLink."""
-    return 2 * link.bandwidth_bytes_per_s / GB
-
-
-def test_cut_links_of_the_export_variants():
-    fleet = {name: total(machine(name).intra) for name in ("a100", "a800", "h100", "h800")}
-    assert fleet == {"a100": 600, "a800": 400, "h100": 900, "h800": 400}
-    assert fleet["h100"] / fleet["h800"] == 2.25
-    assert machine("h800").device.peak("bf16") == machine("h100").device.peak("bf16")
-
-
-def test_nvlink_against_infiniband():
-    nvlink, infiniband = LINKS["NVLink 4"], LINKS["InfiniBand HDR"]
-    assert infiniband.bandwidth_bytes_per_s == 200e9 / 8
-    # as printed: both ways against one way
-    assert total(nvlink) / (infiniband.bandwidth_bytes_per_s / GB) == 36
-    assert nvlink.bandwidth_bytes_per_s / infiniband.bandwidth_bytes_per_s == 18
+DOCS = Path(__file__).parents[3] / "docs" / "commands.md"
 
 
 def test_published_reach_of_h800_nvlink():
@@ -125,12 +107,29 @@ def test_errors_say_what_is_allowed():
         machine("v100").device.peak("")
 
 
-def test_no_torch_is_imported():
-    program = (
-        "import sys; import minitrain.systems.simulate.replay, minitrain.plan.simulate.machines; "
-        "print('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+def test_a_machine_of_your_own(tmp_path):
+    """The file of docs/commands.md; and what is wrong with one is said in a line, with what is allowed."""
+    text = re.search(r"```toml\n(.*?)```", DOCS.read_text(), re.S)[1]
+    (file := tmp_path / "mine.toml").write_text(text)
+    mine = machine(str(file))
+    assert (mine.name, mine.device, mine.inter) == ("mine", DEVICES["H100 SXM 80GB"], LINKS["InfiniBand HDR"])
+    assert (mine.intra_bytes_per_s, mine.inter_bytes_per_s) == (50 * GB, 12.5 * GB) and not mine.host
+    for old, new, said in (
+        (
+            "nics_per_node",
+            "nic_per_node",
+            "field='nic_per_node': use name, device, .*; did you mean nics_per_n",
+        ),
+        ('inter = "InfiniBand HDR"', "", "no inter; a machine needs name, device, "),
+        ("latency_s", "latency", "intra.field='latency': .* did you mean latency_s"),
+        ("50e9", "'fast'", "intra.bandwidth_bytes_per_s='fast': give a number"),
+        ("50e9", "-1", "intra.bandwidth_bytes_per_s=-1: use a finite number above 0"),
+        ("H100 SXM 80GB", "H100", "device='H100': use V100 SXM2 32GB, "),
+        ("[intra]", "[", "machine=.*: Invalid .*; docs/commands.md has an example"),
+    ):
+        file.write_text(text.replace(old, new, 1))
+        with pytest.raises(ValueError, match=said):
+            machine(str(file))
 
 
 @pytest.mark.parametrize("cards, share", [(1, 0.5), (2, 1), (4, 2)])
