@@ -16,7 +16,6 @@ from minitrain.model.config import ExpertsConfig
 from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import Blocks, quantize, to_bytes
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.sharding import full_tensor, placement
 from minitrain.systems.data_parallel.compressed import (
     Feedback,
@@ -29,6 +28,7 @@ from minitrain.systems.data_parallel.compressed import (
 )
 from minitrain.systems.data_parallel.loss_by_bytes import learn
 from tests.layouts import Draw, matches, one_process, step_of
+from tests.parallel import Traffic
 from tests.saving import all_files, load, save
 from tests.test_layouts import CONFIG
 
@@ -60,7 +60,7 @@ def each_compressor() -> dict:
         feedback, left, told = Feedback(compressor_of(text)), torch.zeros(ROWS, COLUMNS), []
         for step in range(3):
             grad = numbers(10 * step + group.rank()) * 10.0**-step
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 told.append(feedback(grad, group))
                 feedback.settle()
             left += of_all(grad).sum(0) - told[-1]

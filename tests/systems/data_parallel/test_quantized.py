@@ -13,6 +13,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.data_parallel import zeropp
 from minitrain.systems.data_parallel.zeropp import quantized_all_gather, two_hop_reduce_scatter
+from tests.parallel import Traffic
 from tests.precision.test_block_scales import half_steps
 
 D, BLOCK = 75, 16  # numbers in a slice; the last block of each has 11
@@ -53,7 +54,7 @@ def every_collective(nodes: int):
     calls["half", 8] = lambda: two_hop_reduce_scatter(flat.bfloat16(), intra, inter, 8, BLOCK)
     results = {}
     for name, call in calls.items():
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             result = call()
         results[name] = (result, *(ledger.sent_bytes(axis=axis) for axis in ("intra", "inter", "world")))
 
@@ -183,7 +184,7 @@ def dry(d: int, nodes: int):
     flat = torch.zeros(8 * nodes * d)
     with Ledger() as ledger:
         two_hop_reduce_scatter(flat, intra, inter)
-    with Ledger() as gather:
+    with Traffic() as gather:
         quantized_all_gather(flat[:d], collectives.world())
     within, across = (ledger.sent_bytes(axis=axis) for axis in ("intra", "inter"))
     return within, across, ledger.peak_bytes, gather.sent_bytes()

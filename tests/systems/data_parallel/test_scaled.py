@@ -19,7 +19,7 @@ from minitrain.precision.rounding import round_to
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.torch_private import grad_hooks
 from minitrain.systems.data_parallel.scaled import Scaled
-from tests.parallel import check_refusals, small
+from tests.parallel import Traffic, check_refusals, small
 from tests.precision.test_chance import equal
 
 FP8, POLICY = torch.float8_e4m3fn, POLICIES["fp8_lm"]
@@ -233,7 +233,7 @@ def test_a_gradient_is_gone_when_its_codes_are_there_and_sums_start_behind_backw
             hooks.update({key: hooks.pop(key) for key in list(hooks)[:-1]})
             param.register_post_accumulate_grad_hook(lambda p: gone.append((p.grad, seen[p][1]())))
         batch = batch_of(run, 0)
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             run.forward_backward(batch)
             forward_and_backward = ledger.sent_bytes()
             run.sync.finish()
@@ -268,7 +268,7 @@ def test_dealt_out_whole_tensors_give_the_bits_of_replicas_in_less_memory():
         held = sum(x.nbytes for x in kept if x.dim())
         got = sum(param.grad.nbytes for param in sync.trainable if param.grad is not None)
         batch = batch_of(runs[1], 4)
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             runs[1].step(batch)
         numel, tensors = sum(param.numel() for param in sync.trainable), len(sync.trainable)
         sent = [ledger.sent_bytes(op) for op in ("all_to_all", "all_reduce")]

@@ -14,6 +14,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import move_experts
 from minitrain.systems.moe.move_experts import pull_is_cheaper, pulled
+from tests.parallel import Traffic
 
 N, D, WIDE, E = 24, 6, 10, 8
 GRIDS = {2: ((2, 1), (1, 2)), 4: ((4, 1), (2, 2))}  # nodes, ranks in each
@@ -68,7 +69,7 @@ def on_a_rank():
         for case in CASES:
             leaves = [leaves_of(rank, ranks, "gated" in case) for _ in range(2)]
             wanted = dispatched(leaves[0], case, group)
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 found, counts = moved(leaves[1], case, *groups)
             differs = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
             sent = ledger.sent_bytes(axis="node"), ledger.sent_bytes(axis="place")
@@ -190,7 +191,7 @@ def sent_by(tokens, wide, group, groups):
         up, down = (torch.randn(2, *size).double().requires_grad_() for size in ((D, wide), (wide, D)))
         scores = torch.zeros(tokens, 2 * group.size()).double()
         routing = router.balanced(scores, 2, torch.arange(tokens)[None])
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             if way == "rows":
                 dispatch = Dispatch(routing, group)
                 y = experts.grouped(dispatch.there(x), dispatch.counts, up, down)

@@ -9,8 +9,8 @@ import torch
 from minitrain import collectives, launch
 from minitrain.moe import router
 from minitrain.moe.dispatch import Dispatch
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.moe import topology
+from tests.parallel import Traffic
 
 N, D, E, ALPHA = 256, 8, 8, 0.01
 LINKS = dict(per_node=2, local=8.0, intra=4.0, inter=1.0)
@@ -82,7 +82,7 @@ def learning(uniform):
     for step in range(201):
         routing = router.switch(x @ gate)
         if step in (0, 200):
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 Dispatch(routing, group).there(x)
             found.append((ledger.sent_bytes(), (routing.counts / N).view(ranks, -1).sum(1).tolist()))
         optimizer.zero_grad()

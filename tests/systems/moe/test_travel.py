@@ -18,6 +18,7 @@ from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import balance
 from minitrain.systems.moe import move_experts as module
 from tests.layouts import Draw, distance, on_rank, one_process
+from tests.parallel import Traffic
 
 D, E, RANKS = 8, 8, 4
 SIZE, HERE = 8, E // RANKS  # bytes of a number, experts of a rank
@@ -58,7 +59,7 @@ def measured(width, tokens, activation="gelu", training=True, **how):
     ours.hooks.experts = groups.travel(c, None)
     ours.train(training)
     x, at = drawn(tokens, rank), torch.arange(tokens)
-    with Ledger() as ledger, torch.set_grad_enabled(training):
+    with Traffic() as ledger, torch.set_grad_enabled(training):
         y = ours(x, at)
         if training:
             y.square().sum().backward()

@@ -11,13 +11,12 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.pipeline.deferred import Deferred
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.data_parallel.compressed import gradient_by_factors
 from minitrain.systems.plan import communication_order as plans
 from minitrain.systems.plan.communication_search import tuned
 from minitrain.systems.simulate.links import Task
 from minitrain.tensor_parallel import linear, overlap
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 THREE = [plans.Layer(1, 1, 4)] * 3
 first_layer = int  # the key of P3: a layer's number
@@ -101,9 +100,9 @@ def test_wfbp_poseidon():
         for rows, width in ((2, 64), (64, 8)):
             draw = torch.Generator().manual_seed(group.rank())
             dy, x = (torch.randn(rows, width, dtype=torch.float64, generator=draw) for _ in range(2))
-            with Ledger() as one:
+            with Traffic() as one:
                 ours = gradient_by_factors(dy, x, group)
-            with Ledger() as other:
+            with Traffic() as other:
                 whole = collectives.all_reduce(dy.T @ x, group)
             assert (ours - whole).abs().max() < TOLERANCE and one.sent_bytes() == 3 * rows * 2 * width * 8
             fewer = plans.sends_factors(width, width, rows, 4, 4)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from minitrain import collectives, launch
 from minitrain.ranks.collectives import all_gather, reduce_scatter
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.communication.algorithms import ring_all_reduce
 from minitrain.systems.plan.sharding_choices import (
@@ -25,7 +24,7 @@ from minitrain.systems.plan.sharding_choices import (
     plans,
     traffic,
 )
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 NAMED = {"DDP": "NNN", "ZeRO-1": "NNG", "ZeRO-2": "NGG", "ZeRO-3": "GGG", "MiCS": "III"}
 
@@ -141,7 +140,7 @@ def test_every_choice_trains_like_one_process_and_sends_the_formula():
         data = rank_data(ranks, steps * m, size)[collectives.world().rank()]
         outcomes = {}
         for word, choice in paro_choices(Cluster(ranks, 2)).items():
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 weights = train(choice, mesh, data, start, m)
             outcomes[word] = weights, ledger.sent_bytes(axis="gpu"), ledger.sent_bytes(axis="node")
         return outcomes, train(paro("III", Cluster(ranks, 2)), mesh, data, start, m, second_hop=False)

@@ -11,9 +11,8 @@ from minitrain.model.config import ExpertsConfig
 from minitrain.precision.blocks import dequantize
 from minitrain.precision.products import Scales
 from minitrain.ranks.events import Issue
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.precision import int4
-from tests.parallel import small
+from tests.parallel import Traffic, small
 from tests.precision.training import distance, normal, trained
 
 INT4, ALONE = PRODUCTS["int4"], Scales()
@@ -169,10 +168,10 @@ def agreed(tokens: int) -> dict:
     group, found = collectives.world(), {}
     for cut in "NK":
         scales, x, weight, dy = Scales(0, group, cut), normal(tokens, 64), normal(32, 64), normal(tokens, 32)
-        with Ledger() as forward:
+        with Traffic() as forward:
             kept = INT4.enter(x, scales)
             INT4.forward(kept, weight, scales)
-        with Ledger() as backward:
+        with Traffic() as backward:
             grad = INT4.enter_grad(dy, scales)
             INT4.backward(grad, kept, weight, (True, True), scales)
         issues = ([e for e in ledger.events if isinstance(e, Issue)] for ledger in (forward, backward))

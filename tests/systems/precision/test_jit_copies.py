@@ -9,7 +9,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.precision.policies import POLICIES
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.precision.jit_copies import make_copies
-from tests.parallel import check_refusals, small
+from tests.parallel import Traffic, check_refusals, small
 from tests.precision.training import rows, same, started
 
 LAYOUTS = [Strategy(dp=2, zero=zero, bucket_bytes=3000) for zero in (1, 2, 3)]
@@ -68,7 +68,7 @@ def test_gathered_weights_are_as_wide_as_they_are_kept():
             for precision in ("bfloat16", "bfloat16_jit"):
                 run = start(Strategy(dp=2, zero=zero), precision)
                 batch = run.batch(rows(), 0)
-                with Ledger() as ledger:
+                with Traffic() as ledger:
                     run.step(batch)
                 found.append([ledger.sent_bytes(op) for op in ("all_gather", "reduce_scatter")])
         return found

@@ -17,7 +17,6 @@ from minitrain.model.gpt import GPT, cross_entropy_sum, generate
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.precision.blocks import dequantize, quantize
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.sharding import full_tensor, placement
 from minitrain.systems.rlhf import policy_losses as losses
 from minitrain.systems.rlhf import rollouts
@@ -25,7 +24,7 @@ from minitrain.systems.rlhf.adapters import NF4, LowRank, add_adapters, merge, v
 from minitrain.systems.rlhf.model_placements import Call, device_bytes, ppo_calls, puzzle, realhf, tasks_of
 from minitrain.systems.simulate.links import play
 from minitrain.tensor_parallel.model import cut_layers
-from tests.parallel import small
+from tests.parallel import Traffic, small
 
 TINY = small(vocab_size=12, num_kv_heads=4, tied=False)
 NUMBERS = sum(p.numel() for p in GPT(TINY).parameters())
@@ -107,7 +106,7 @@ def handed_over(tp: int) -> tuple:
     actor = run_of(losses.PolicyLoss(), 0, 1e-2, TINY, dp=4, zero=3, precision="bfloat16")
     actor.step(rollouts.answer_batch(tokens[world.rank() * 2 :][:2], 0, world), 1.0)
     target = run_of(losses.PolicyLoss(), 5, None, TINY, dp=4 // tp, tp=tp, precision="bfloat16")
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         rollouts.hand_over(actor, target, world)
     same = torch.equal(target.sample(tokens[:, :4], 2, 0), generate(target, tokens[:, :4], 2, 0))
     return ledger.sent_bytes("all_to_all"), (actor(tokens) - target(tokens)).abs().max().item(), same

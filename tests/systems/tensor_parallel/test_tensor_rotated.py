@@ -18,7 +18,7 @@ from minitrain.ranks.sharding import full_tensor
 from minitrain.systems.plan import grid_costs
 from minitrain.systems.tensor_parallel import rotated
 from minitrain.systems.tensor_parallel.rotated import RotatedLinear, rotate_linears
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 K, N = 6, 8
 BYTES = 8  # float64
@@ -238,7 +238,7 @@ def test_what_moves_in_place_moves_in_pieces_of_so_many_bytes(monkeypatch):
     monkeypatch.setattr(rotated, "PIECE_BYTES", 128)
 
     def rank():
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             rotated.move(torch.zeros(8, 8, dtype=torch.float64), collectives.world())
         return ledger.num_calls("send")
 
