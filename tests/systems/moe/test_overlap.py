@@ -17,6 +17,7 @@ from minitrain.systems.moe import overlapped_experts
 from minitrain.systems.moe.overlapped_experts import backward_turns, forward_turns, layer_pieces
 from minitrain.systems.plan import expert_overlap
 from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
+from tests.parallel import Traffic
 
 N, D, WIDE, E = 24, 6, 10, 8
 mask = torch.arange(N) % 4 != 1
@@ -99,10 +100,11 @@ def on_a_rank(case, way):
     x, gate, up, down = drawn()
     tensors = x, gate, up, down = [t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own])]
     routing = CASES[case](x @ gate, part)
-    with Ledger() as forward:
+    ledger = Ledger if case == "spread" else Traffic  # words have products
+    with ledger() as forward:
         y = WAYS[way](x, routing, group, experts.loop, (up, down))
     loss = loss_of(y)
-    with Ledger() as backward:
+    with ledger() as backward:
         loss.backward()
     away = routing.experts // (E // group.size())
     table = torch.stack([(away == r).sum() for r in range(group.size())])

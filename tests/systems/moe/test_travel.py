@@ -7,6 +7,8 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose import passes as compose_passes
+from minitrain.compose.parallelize import parallelize
+from minitrain.data_parallel import states
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.mixture import MixtureOfExperts
 from minitrain.moe import router
@@ -17,7 +19,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import balance
 from minitrain.systems.moe import move_experts as module
-from tests.layouts import Draw, distance, on_rank, one_process
+from tests.layouts import SEED, STEPS, Draw, Outcome, distance, one_process, step_of
 from tests.parallel import Traffic
 
 D, E, RANKS = 8, 8, 4
@@ -246,6 +248,13 @@ RUNS = {
 }
 
 
+def trained(case):
+    torch.manual_seed(collectives.world().rank())
+    run = parallelize(case.config, case.strategy, case.make_optimizer, seed=SEED)
+    losses = [step_of(case, run, step).item() for step in range(STEPS)]
+    return Outcome(losses, states.full_grads(run.sync), run.state_dict()["parameters"])
+
+
 @pytest.mark.parametrize("ranks", RUNS)
 def test_a_run_equals_one_process(ranks):
     """Gradients, clipped steps and whole states, with the names and shapes of one process; shadows there are."""
@@ -264,7 +273,7 @@ def test_a_run_equals_one_process(ranks):
         module.shadows, compose_passes.table_of, found = shadows, table, []
         for one in RUNS[ranks]:
             chosen.clear(), tables.clear()
-            found.append((on_rank(one)[0], max(chosen, default=0), list(tables)))
+            found.append((trained(one), max(chosen, default=0), list(tables)))
         return found
 
     results = launch.run(rank, ranks=ranks, timeout_s=240)  # many cases
@@ -284,7 +293,7 @@ def test_without_the_sum_of_its_copies_a_shadow_learns_too_little():
     def rank():
         copied = module.shadows
         module.shadows = lambda *given: [tensor.detach() for tensor in copied(*given)]
-        return on_rank(RUNS[2][0])[0]
+        return trained(RUNS[2][0])
 
     reference = one_process(RUNS[2][0])
     assert max(distance(found, reference) for found in launch.run(rank, ranks=2)) > 1e-6

@@ -353,11 +353,11 @@ def test_bytes_of_linear_and_norms(side):
 
 
 def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
-    def distances(groups):
+    def distances(groups, configs):
         double, found = dict(dtype=torch.float64), []
         linear, norm = filled(nn.Linear(16, 24, **double)), filled(nn.RMSNorm(16, **double))
         made = [(linear, Linear2D(linear, *groups), ()), (norm, Norm2D(norm, *groups), ())]
-        for settings in list(CONFIGS.values())[:2]:
+        for settings in configs:
             whole_block, theirs, layer, ours = (make_block(**settings) for _ in range(4))
             optimus.cut_block(layer, *groups)
             optimus.cut_attention(ours.attention, *groups)
@@ -370,12 +370,12 @@ def test_two_and_a_half_dimensions_equal_one_process(monkeypatch):
         return found
 
     def rank():
-        groups = cuboid(2, 2)
-        equal = max(distances(groups))
+        groups, configs = cuboid(2, 2), list(CONFIGS.values())
+        equal = max(distances(groups, configs[:2]))
         monkeypatch.setattr(
             optimus, "over_depth", lambda module, group: [module.weight, module.bias]
         )  # control: no sums over depth
-        return equal, min(distances(groups))
+        return equal, min(distances(groups, configs[1:2]))
 
     for equal, without in launch.run(rank, ranks=8):
         assert equal < TOLERANCE and without > 1e-3
