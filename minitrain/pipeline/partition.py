@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
 from math import inf
+from operator import le
 from typing import NamedTuple
 
 from minitrain.pipeline.simulate import Time as Number
@@ -112,6 +113,6 @@ def undominated(points: Iterable[tuple[tuple, object]]) -> list[tuple[tuple, obj
     """Of (costs, plan) those that no other beats or equals in every cost: for searches with several costs."""
     kept: list[tuple[tuple, object]] = []
     for costs, plan in sorted(points, key=lambda point: point[0]):
-        if not any(all(a <= b for a, b in zip(other, costs)) for other, _ in kept):
+        if not any(all(map(le, other, costs)) for other, _ in kept):
             kept.append((costs, plan))
     return kept
