@@ -13,6 +13,7 @@ from functools import wraps
 import numpy
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
@@ -43,11 +44,10 @@ def style() -> dict:
     figure = {"figure.dpi": 100, "savefig.dpi": 100, "figure.facecolor": "white"}
     layout = {"figure.constrained_layout.use": True, "axes.spines.top": False, "axes.spines.right": False}
     text = {"font.family": "DejaVu Sans", "font.size": 9, "legend.fontsize": 8, "axes.titlelocation": "left"}
-    sizes = {"axes.titlesize": 10, "figure.titlesize": 10}
-    weights = {"axes.titleweight": "bold", "figure.titleweight": "bold"}
+    titles = {f"{of}.title{k}": v for of in ("axes", "figure") for k, v in (("size", 10), ("weight", "bold"))}
     grid = {"axes.axisbelow": True, "axes.grid": True, "grid.color": "#DDDDDD", "grid.linewidth": 0.6}
     strokes = {"lines.linewidth": 1.8, "hatch.linewidth": 0.6, "legend.frameon": False}
-    return figure | layout | text | sizes | weights | grid | strokes
+    return figure | layout | text | titles | grid | strokes
 
 
 def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
@@ -67,9 +67,8 @@ class Picture(Figure):
     alt = ""  # what it shows, for those who cannot see it
 
     def _repr_png_(self) -> tuple[bytes, dict]:
-        drawn = png(self)
-        width, height = (size // 2 for size in Image.open(io.BytesIO(drawn)).size)
-        return drawn, {"width": width, "height": height} | ({"alt": self.alt} if self.alt else {})
+        width, height = (int(200 * inches) // 2 for inches in self.get_size_inches())
+        return png(self), {"width": width, "height": height} | ({"alt": self.alt} if self.alt else {})
 
     def savefig(self, *args, **settings) -> None:
         with rc_context(style()):
@@ -84,10 +83,11 @@ def described(figure: Picture, alt: str) -> Picture:
 
 def png(figure: Figure) -> bytes:
     """A PNG, sharp when shown at half its size; of 128 colours, so a third of the bytes of a plain one."""
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=200)
-    few_colours = Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE)
-    few_colours.save(small, format="png", optimize=True)
+    small, before, figure.dpi = io.BytesIO(), figure.dpi, 200
+    with rc_context(style()):
+        (canvas := FigureCanvasAgg(figure)).draw()  # savefig would draw twice, once to lay out
+    figure.dpi, drawn = before, Image.fromarray(numpy.asarray(canvas.buffer_rgba()))
+    drawn.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(small, format="png", optimize=True)
     return small.getvalue()
 
 
