@@ -453,7 +453,7 @@ class Drawn(NamedTuple):
 
 
 def beside_minitrain(layout):
-    """Losses of three steps, and the largest difference of a parameter afterwards."""
+    """Losses of two steps, and the largest difference of a parameter afterwards."""
     torch.set_default_dtype(torch.float64)
     axes = {axis: layout.get(axis, 1) for axis in ("dp", "pp", "cp", "tp")}
     groups = first.make_groups(**axes)
@@ -465,7 +465,7 @@ def beside_minitrain(layout):
     drawn = {name: first.Layer().draw(name, tuple(one.shape)) for name, one in state["parameters"].items()}
     run.load_state_dict(state | {"parameters": drawn})
     losses = []
-    for step in range(3):
+    for step in range(2):
         mine = page.step(batch_of(step))
         losses.append((mine.item(), run.total(run.step(run.batch(Drawn(), step)).loss).item()))
     for one in page.shared:

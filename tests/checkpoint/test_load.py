@@ -95,7 +95,7 @@ def bytes_of_blocks(saved: Saved, piece: Piece) -> int:
         numbers = np.arange(math.prod(entry.shape)).reshape(entry.shape)
         inside = tuple(slice(a - b, a - b + n) for a, b, n in zip(common[0], entry.start, common[1]))
         first = numbers[inside].reshape(-1) * entry.dtype.itemsize
-        touched = {byte // BLOCK for at in first.tolist() for byte in range(at, at + entry.dtype.itemsize)}
+        touched = {at // BLOCK for ends in (first, first + entry.dtype.itemsize - 1) for at in ends.tolist()}
         total += sum(min(BLOCK, entry.size - number * BLOCK) for number in touched)
     return total
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,8 +123,8 @@ def test_a_command_starts_again_from_its_checkpoint(minitrain, tmp_path):
     assert others == [calm] * 2 and len(calm) == 6
 
 
-def test_an_interrupted_command_goes_on(tmp_path):
-    (tmp_path / "text.txt").write_bytes(TEXT)
+def test_an_interrupted_command_goes_on(minitrain, tmp_path):
+    """A process of its own; then in this one, which is interrupted once it has logged more."""
     files = {"text": "text.txt", "out": "run", "checkpoint": "saved"}
     paths = [part for flag, name in files.items() for part in (f"--{flag}", tmp_path / name)]
     more = "--every 5 --async --dp 2 --steps 9000 --report-every 5".split()
@@ -137,11 +138,21 @@ def test_an_interrupted_command_goes_on(tmp_path):
     assert "interrupted; the same command with --resume goes on from the last checkpoint" in out
     assert "Traceback" not in out + err
     step = store.steps()[-1]
-    second = patience.start([*words, "--resume"])
-    patience.until(lambda: len(log.read_text().splitlines()) > step / 5 + 2, second.pid)
-    second.send_signal(signal.SIGINT)
-    out, _ = patience.output_of(second)
-    assert second.returncode == 130 and f"resumed at step {step}" in out
+    before, running = signal.signal(signal.SIGINT, signal.default_int_handler), [True]
+
+    def interrupt():
+        patience.until(lambda: not running or len(log.read_text().splitlines()) > step / 5 + 2)
+        if running:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    (watcher := threading.Thread(target=interrupt)).start()
+    try:
+        code, out, _ = minitrain(*words[3:], "--resume")
+    finally:
+        running.clear()
+        watcher.join()
+        signal.signal(signal.SIGINT, before)
+    assert code == 130 and f"resumed at step {step}" in out
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps == list(range(5, 5 * len(steps) + 1, 5))
 

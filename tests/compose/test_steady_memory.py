@@ -203,8 +203,18 @@ def inside(core):
     return dict(ulysses=2) if core == "usp" else dict(inner=2) if core in ("burst", "double_ring") else {}
 
 
+ALIKE = (
+    "gpipe greedy zb_h2 v_min v_half breadth_first zb_interleaved".split()
+)  # as their neighbours are played
+
+
+@pytest.mark.slow
+def test_layers_are_cut_by_other_lists():
+    check(2, of(TIED, *(dict(pp=2, microbatches=4, schedule=name, **parts(name)) for name in ALIKE)))
+
+
 def test_layers_are_cut():
-    pp = [dict(schedule=name, **parts(name)) for name in NAMES]
+    pp = [dict(schedule=name, **parts(name)) for name in NAMES if name not in ALIKE]
     more = [
         dict(recompute="stage"),
         dict(schedule="zb_h1", recompute="full"),

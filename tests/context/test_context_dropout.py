@@ -21,7 +21,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention.packed import packed_attention
 from tests.context.cores import CORES, HEADS, MASK, in_one_process
 from tests.context.runs import B, T, furthest, inputs, over
-from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, Traffic, difference, one_process, small, train_parallel
 
 # ---- the generator ----------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ def test_sends_what_it_sent_and_keeps_no_mask():
             with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
                 core(*qkv, dropout=mask)
         nothing, dropped = (over(partial(core, dropout=mask), group, zigzag, HEADS) for mask in (0.0, MASK))
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             placed_core = drop_scores(core, Places(5), "layers.1.scores")
             placed_core(*qkv, dropout=0.0)
             ring_alone = ledger.sent_bytes()

@@ -31,7 +31,7 @@ WAYS = [
 
 def problem(kind):
     config = small(num_layers=2, max_positions=48, tied=False, **KINDS[kind])
-    return Problem(config=config, length=48, batch_sizes=(4, 4))
+    return Problem(config=config, length=48, batch_sizes=(4,))
 
 
 @cache

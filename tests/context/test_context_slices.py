@@ -17,12 +17,11 @@ from minitrain.context.ring import last_attention
 from minitrain.context.ulysses import dealt
 from minitrain.model.layers import naive_attention
 from minitrain.pipeline.schedule import F
-from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.pipeline.sliced_attention import SlicedAttention, SliceMemory, attend
 from tests.context.cores import HEADS, LAYOUTS, MASK, in_one_process
 from tests.context.runs import B, K, T, furthest, inputs, over
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 SLOPES = torch.tensor(alibi_slopes(HEADS[0]), dtype=torch.float64)
 EVEN, UNEVEN = (8, 8, 8, 8), (16, 8, 8)
@@ -78,7 +77,7 @@ def by_slices(name, sizes, layout, lengths, bias=False, mask=0.0, width=K, keep_
     places, outs, sent = positions(whole, group, T).split(own), [], []
     for unit, (q, k, v) in enumerate(zip(*qkv)):
         more = dict(bias=Alibi(SLOPES, places[unit])) if bias else {}
-        with Ledger() as ledger, memory.around(None, F(0, unit)):
+        with Traffic() as ledger, memory.around(None, F(0, unit)):
             outs.append(core(q, 2 * k / 2, 2 * v / 2, **more, **(dict(dropout=mask) if mask else {})))
         sent.append(ledger.sent_bytes())
     for unit in reversed(range(len(lengths))):

@@ -39,7 +39,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.simulate.replay import replay
 from tests.context.runs import GQA, MHA, MQA, B, K, T, furthest, hidden, ideal, inputs, over, whole
-from tests.parallel import TOLERANCE, Problem, difference, one_process, small, train_parallel
+from tests.parallel import TOLERANCE, Problem, Traffic, difference, one_process, small, train_parallel
 
 LAYOUTS = [contiguous, zigzag, striped]
 
@@ -68,7 +68,7 @@ def test_the_flat_ring_is_the_ring(ranks):
     def rank():
         group = collectives.world()
         q, k, v, _ = (split(x, contiguous, group, 2) for x in inputs())
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             out, _ = flat_ring(q, k, v, group)
         return furthest([join(out, contiguous, group, 2)], whole()[:1]), ledger.sent_bytes()
 
@@ -340,7 +340,7 @@ def test_a_model_equals_one_process(ranks):
     """Loss, every gradient, every parameter after two steps."""
 
     def rank():
-        ways = [(name, layout.__name__) for name in PROBLEMS for layout in LAYOUTS]
+        ways = [(name, layout.__name__) for name in PROBLEMS for layout in LAYOUTS][ranks == 4 :: 2]
         return {way: train_parallel(PROBLEMS[way[0]], Strategy(cp=ranks, layout=way[1])) for way in ways}
 
     expected = {name: one_process(problem) for name, problem in PROBLEMS.items()}

@@ -18,7 +18,7 @@ from minitrain.systems.context.dynamic_sequence import along, next_cut, run_stag
 from minitrain.tensor_parallel import sequence
 from minitrain.tensor_parallel.model import cut_attention, cut_mlp
 from tests.context.runs import K, distance, inputs
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 # ---- one device ------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def one_layer(way):
         cut_attention(layer.attention, CONFIG.head_dim, group, sequence.column, sequence.row)
         cut_mlp(layer.mlp, group, sequence.column, sequence.row)
     x = split(x, contiguous, group).requires_grad_()
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         y = layer(x, positions)
         forward = ledger.sent_bytes()
         y.square().sum().backward()
@@ -118,7 +118,7 @@ def test_ulysses(ranks):
 
 def core_bytes(heads, kv_heads):
     q, k, v, _ = (split(x, contiguous, world(), 2) for x in inputs((heads, kv_heads), 16))
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         ulysses_attention(q, k, v, group=world(), core=causal_attention)
     return ledger.num_calls(), ledger.sent_bytes()
 
@@ -165,7 +165,7 @@ def video(way, group):
     ulysses = partial(ulysses_attention, group=group, core=causal_attention)
     spatial = block(config=SPATIAL_TEMPORAL)
     temporal = block(ulysses if way == "ulysses" else naive_attention, SPATIAL_TEMPORAL)
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         if way == "dsp":
             y = run_stages(x, [(2, layer_along(spatial)), (1, layer_along(temporal))], group, cut=1)
         else:
@@ -206,7 +206,7 @@ def test_stages_switch_only_when_they_must():
         x = torch.arange(2 * 4 * 4 * 6 * 3, dtype=torch.float64).view(2, 4, 4, 6, 3)
         layer = lambda x: x.cumsum(1) / (1 + x.mean(1, keepdim=True).abs())
         stages = [(dim, layer) for dim in (2, 3, 1, 3, 2)]
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             y = run_stages(split(x, contiguous, world()), stages, world(), cut=1)
         calls = ledger.num_calls()
         for dim, layer in stages:

@@ -16,7 +16,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.data_parallel.accumulation import LocalUpdates, ScatteredGradients
 from minitrain.systems.data_parallel.negotiated import NegotiatedReducer
 from minitrain.systems.data_parallel.parameter_server import Worker, serve
-from tests.parallel import TOLERANCE, Problem, difference, on_ranks, one_process, train_on_rank
+from tests.parallel import TOLERANCE, Problem, Traffic, difference, on_ranks, one_process, train_on_rank
 
 
 class Naive:
@@ -191,7 +191,7 @@ def test_grad_accum_zero():
         trainable = [param for param in model.parameters() if param.requires_grad]
         scattered = ScatteredGradients(trainable, group)
         tokens, targets = problem.batch(0, group.rank(), group.size())
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             for part, goal in zip(tokens.chunk(m), targets.chunk(m)):
                 gradients_of(model, part, goal, 60)
                 scattered.add()
@@ -272,7 +272,7 @@ def server_run(servers, staleness, steps=5, lr=0.05):
     start = torch.linspace(-1, 1, 7, dtype=torch.float64)
     params = [torch.nn.Parameter(start[:3].clone()), torch.nn.Parameter(start[3:].clone())]
     expected = serial_stale(start, data, lr, staleness)
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         if group.rank() < servers:
             sgd = lambda params: torch.optim.SGD(params, lr=lr)  # noqa: E731
             mine = serve(params, sgd, steps, group, servers=servers, staleness=staleness)
@@ -304,7 +304,7 @@ def test_parameter_server():
         data = [drawn(worker, steps, size) for worker in range(group.size())]
         start = torch.linspace(-1, 1, size, dtype=torch.float64)
         w = torch.nn.Parameter(start.clone())
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             for step in range(steps):
                 w.grad = None
                 quadratic(w, data[group.rank()][step]).backward()

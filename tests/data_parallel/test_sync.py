@@ -16,7 +16,7 @@ from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
+from tests import parallel
 from tests.parallel import TOLERANCE, Outcome, Problem, difference, rows_of_problem, small, train_parallel
 
 PROBLEM = Problem(config=small(tied=False), clip=None)  # 29 words: padded under tp
@@ -26,15 +26,11 @@ PROBLEM = Problem(config=small(tied=False), clip=None)  # 29 words: padded under
 
 EARLY = {
     "dp2": [
-        dict(dp=2, zero=1),
-        dict(dp=2, zero=2),
-        dict(dp=2, zero=3),
-        dict(dp=2, zero="III", node=2),
-        dict(tp=2),
+        *(dict(dp=2, zero=zero) for zero in (1, 2, 3)), dict(dp=2, zero="III", node=2), dict(tp=2),
         dict(pp=2, zero=1),
     ],
     "dp2 tp2": [dict(dp=2, tp=2, zero=1), dict(dp=2, tp=2, zero=3, sequence_parallel=True)],
-}
+}  # fmt: skip
 
 
 def adagrad(params):
@@ -196,7 +192,7 @@ def one_step(zero, microbatches, schedule, dp, watch=None, problem=DEEP):
     if watch:
         watch(run.sync)
     batch = run.batch(rows_of_problem(problem, 0), 0)
-    with Ledger() as ledger:
+    with parallel.Traffic() as ledger:
         run.step(batch)
     once = 8 * sum(flat.numel for flat in run.sync.shards) * (dp - 1) // dp
     return run, {op: ledger.sent_bytes(op, axis="dp") / once for op in ("all_gather", "reduce_scatter")}

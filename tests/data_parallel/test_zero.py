@@ -129,7 +129,7 @@ def traffic(way, problem):
     for param in model.parameters():
         param.requires_grad_(True)
     zero = made(way)(model, group, lambda shards: AdamW(shards, lr=1e-2))
-    with Ledger() as ledger:
+    with parallel.Traffic() as ledger:
         parallel.run_steps(problem, model, group, zero, zero)
     whole = sum(flat.numel for flat in zero.shards) * 8
     gathered, scattered = (ledger.sent_bytes(op) for op in ("all_gather", "reduce_scatter"))
@@ -220,7 +220,7 @@ def test_weight_update_sharding():
             (model, zero, zero.optimizer, zero),
             (plain, whole, whole, reducer),
         ):
-            with Ledger() as ledger:
+            with parallel.Traffic() as ledger:
                 parallel.run_steps(problem, network, group, optimizer, sums)
             with Arithmetic() as work:
                 update.step()

@@ -12,7 +12,7 @@ from minitrain.data_parallel.zero3 import Zero3, elements
 from minitrain.model.gpt import GPT, GPTConfig
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 W = 16
 
@@ -287,7 +287,7 @@ def test_a_unit_that_is_done_in_a_pass_is_not_gathered_again_in_it():
     def rank():
         model = WithItsOwn()
         zero = Zero3(model, collectives.world(), None)
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             model(torch.ones(2, 4)).sum().backward()
             zero.finish()
         return ledger.num_calls("all_gather")

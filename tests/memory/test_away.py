@@ -38,7 +38,7 @@ def exact(**values):
     return Strategy(**(dict(precision="float64", bucket_bytes=3000) | values))
 
 
-def train(strategy, config=CONFIG, count=3):
+def train(strategy, config=CONFIG, count=2):
     run = parallelize(config, strategy, adamw, seed=3)
     losses = [run.total(run.step(run.batch(rows(), number), 0.3).loss).item() for number in range(count)]
     return losses, run.state_dict()
@@ -108,11 +108,11 @@ def most(strategy, layers, kind="activations"):
 def test_the_devices_activations_do_not_grow_with_depth():
     """All layers here: a layer's share for each. Away: what two layers keep, however deep; the host's grow."""
     one = kept_bytes(GPTConfig(num_layers=9, **SIZES)) - kept_bytes(GPTConfig(num_layers=8, **SIZES))
-    here = [most(exact(), layers)[0] for layers in (4, 8, 12)]
-    assert here[1] - here[0] == here[2] - here[1] == 4 * one
-    away, host = zip(*(most(exact(offload="activations"), layers) for layers in (4, 8, 12)))
+    here = [most(exact(), layers)[0] for layers in (4, 6, 8)]
+    assert here[1] - here[0] == here[2] - here[1] == 2 * one
+    away, host = zip(*(most(exact(offload="activations"), layers) for layers in (4, 6, 8)))
     assert away[0] == away[1] == away[2] < here[1] // 2
-    assert host[1] - host[0] == host[2] - host[1] == 4 * one
+    assert host[1] - host[0] == host[2] - host[1] == 2 * one
 
 
 def test_with_full_recomputation_inputs_of_blocks_move():
@@ -262,9 +262,9 @@ def test_a_rank_reads_its_share_for_every_gather(dp, microbatches):
 def test_parameters_on_the_device_do_not_grow_with_depth():
     """L2L on a layout: two units whole at once."""
     strategy = exact(zero=3, offload=AWAY)
-    found = [most(strategy, layers, "buffers")[0] for layers in (4, 12)]
+    found = [most(strategy, layers, "buffers")[0] for layers in (3, 8)]
     assert found[0] == found[1] > 0
     tensors = len(list(GPT(CONFIG, device="meta").parameters()))
     assert most(strategy, 4, "parameters")[0] == 8 * tensors  # one NaN stands for each that is not gathered
-    grows = [most(exact(zero=3), layers, "parameters")[0] for layers in (4, 12)]
+    grows = [most(exact(zero=3), layers, "parameters")[0] for layers in (3, 8)]
     assert grows[1] > 2 * grows[0]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
-from minitrain.ranks.ledger import Ledger
 from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
+from tests.parallel import Traffic
 
 N, D, WIDE, E = 42, 6, 10, 8
 mask = torch.arange(N) % 4 != 1
@@ -60,7 +60,7 @@ def on_a_rank(case, work, wrong=""):
     x, gate, up, down = drawn()
     x, gate, up, down = (t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own]))
     routing = CASES[case](x @ gate, part)
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         way = Dispatch(routing, group)
         rows = way.there(x)
         y = getattr(experts, work)(rows, way.counts, up, down)

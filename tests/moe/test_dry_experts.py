@@ -17,6 +17,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.moe import overlapped_experts
 from tests.layouts import Draw, begin, dry_account
+from tests.parallel import Traffic
 
 SIZES = dict(vocab_size=11, d_model=8, num_heads=2, num_layers=1, max_positions=24)
 CONFIG = GPTConfig(**SIZES, experts=ExpertsConfig(8, 3, "balanced", expert_width=2))
@@ -117,7 +118,7 @@ def test_deepseek_v3_over_eight_nodes_dry():
     def rank():
         run = parallelize(c, Strategy(dp=64, ep=64, ep_node=8, precision="bfloat16"), device="meta")
         rows = Rows(lambda s, r, n: random_tokens(s, r, n, 64, length, c.vocab_size, seed=0), 64, length)
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             run.forward_backward(run.batch(rows, 0))
         return ledger.sent_bytes(axis="ep_across"), ledger.sent_bytes("all_to_all", "ep_inside") > 0
 

@@ -23,6 +23,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
+from tests.parallel import Traffic
 
 SHAPE = dict(vocab_size=29, d_model=16, num_layers=2, num_heads=4, d_ff=24, max_positions=32)
 
@@ -291,7 +292,7 @@ def test_gshard():
             whole.router.draws = ours.router.draws = torch.zeros_like
             over_ep(ours, group)
             x = x.requires_grad_()
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 y = ours(x, torch.arange(16))
                 forward = ledger.num_calls("all_to_all"), ledger.sent_bytes("all_to_all")
                 y.sum().backward()
@@ -335,7 +336,7 @@ def sent():
         for drops in (True, False):
             mixture = made(drops)
             x = drawn(rows=2, length=9, seed=ep.rank()).requires_grad_()
-            with Ledger() as ledger:
+            with Traffic() as ledger:
                 y = mixture(x, torch.arange(9))
                 forward = ledger.sent_bytes("all_to_all", "dp")
                 y.square().sum().backward()

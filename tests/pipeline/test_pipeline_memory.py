@@ -31,6 +31,7 @@ from minitrain.systems.pipeline.bpipe_eviction import Balanced
 from tests.parallel import (
     TOLERANCE,
     Problem,
+    Traffic,
     one_process,
     pipeline_difference,
     rows_of_problem,
@@ -370,7 +371,7 @@ def trained_by_tower():
     texts = group.rank() > 0
     tower = towers.text if texts else towers.image
     own = SAMPLES[1].split((7, 4))[group.rank() - 1] if texts else SAMPLES[0]
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         loss = contrastive.tower_step(tower, texts, own.tensor_split(3), group)
     others = towers.image if texts else towers.text
     assert all(param.grad is None for param in others.parameters())
@@ -381,7 +382,7 @@ def test_only_embeddings_travel():
     def gathered_bytes():
         group, towers = collectives.world(), Towers()
         own = SAMPLES[:, :10].split((5, 5), dim=1)[group.rank()]
-        with Ledger() as ledger:
+        with Traffic() as ledger:
             contrastive.contrastive_step(towers, own.tensor_split(3, dim=1), group)
         return ledger.sent_bytes()
 

@@ -13,8 +13,8 @@ from minitrain.pipeline.partition import balanced, even, pipedream, stage_time, 
 from minitrain.pipeline.schedule import Schedule
 from minitrain.pipeline.simulate import Measured
 from minitrain.ranks.launch import dryrun
-from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan import stage_cuts
+from tests.parallel import Traffic
 from tests.pipeline.lists import refuse
 
 
@@ -124,7 +124,7 @@ def test_pipedream_planner(seed, bandwidth):
 
 def all_reduced_bytes():
     group = collectives.world()
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         collectives.all_reduce(torch.zeros(120), group)
     return ledger.sent_bytes("all_reduce")
 

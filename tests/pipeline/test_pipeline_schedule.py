@@ -365,7 +365,7 @@ def sharded_step(schedule: Schedule):
         for frozen in (True, False)
     )
     batch = run.batch(parallel.rows_of_problem(SHARDED, 0), 0)
-    with Ledger() as ledger:
+    with parallel.Traffic() as ledger:
         losses = [run.total(run.step(batch, SHARDED.clip).loss).item()]
     counts = [ledger.sent_bytes("all_gather", axis="dp") / every]
     counts += [ledger.sent_bytes("reduce_scatter", axis="dp") / trained]

@@ -19,7 +19,7 @@ from minitrain.systems.simulate.replay import replay
 from minitrain.tensor_parallel import linear, overlap, ring_overlap, sequence
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.model import SharedHead, cut_attention, cut_mlp
-from tests.parallel import TOLERANCE
+from tests.parallel import TOLERANCE, Traffic
 
 B, T, D, F = 2, 8, 8, 16
 BY_SLICE = ring_overlap.column, ring_overlap.row
@@ -51,7 +51,7 @@ def passes(column, row, sequence_parallel, bias=True, frozen=False):
     x = x.clone().requires_grad_()
     up, gate = ColumnLinear(first, group, column), ColumnLinear(second, group, column)
     key, down = SharedHead(shared, group, column, 4), RowLinear(last, group, row)
-    with Ledger() as ledger:
+    with Traffic() as ledger:
         ups, gates, keys = column(x, (up, gate, key), group)
         y = down(ups.tanh() * gates * keys.sum(-1, keepdim=True))
         forward = ledger.sent_bytes()

@@ -30,6 +30,7 @@ from minitrain.systems.tensor_parallel.random import RandomStates
 from minitrain.tensor_parallel import linear, sequence, vocabulary
 from minitrain.tensor_parallel.linear import ColumnLinear, RowLinear
 from minitrain.tensor_parallel.model import cut_attention, cut_layers, cut_mlp
+from tests import parallel
 from tests.parallel import TOLERANCE, Problem, check_refusals, difference, one_process, small, train_parallel
 
 LIKE_GPT2 = dict(tied=False, norm="layer", positions="learned", activation="gelu", bias=True, num_kv_heads=4)
@@ -67,8 +68,9 @@ def test_equals_one_process(ranks, references):
     def rank():
         return {
             (way, name): train_parallel(problem, Strategy(tp=ranks, **settings))
-            for way, settings in ways.items()
-            for name, problem in problems().items()
+            for number, (way, settings) in enumerate(ways.items())
+            for place, (name, problem) in enumerate(problems().items())
+            if (place + number + number // 2) % 2 == 0  # each in half of the ways
         }
 
     for outcomes in launch.run(rank, ranks=ranks):
@@ -195,7 +197,7 @@ def kept(config, length, batch, way):
     block = layer_of(config, group, LAYER_WAYS[way], dtype=torch.bfloat16)
     tokens = length if way == "plain" else length // group.size()
     x = torch.zeros(batch, tokens, config.d_model, dtype=torch.bfloat16, requires_grad=True)
-    with Ledger() as ledger:
+    with parallel.Traffic() as ledger:
         with SavedTensors(block) as saved:
             y = block(x, torch.arange(length))
         y.sum().backward()
@@ -305,8 +307,9 @@ def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
     ways = [Problem(config=small(vocab_size=words, tied=tied)) for words in (63, 9) for tied in (True, False)]
 
     def rank():
-        strategies = [Strategy(tp=ranks, sequence_parallel=cut) for cut in (False, True)]
-        found = [[train_parallel(problem, strategy) for strategy in strategies] for problem in ways]
+        cuts = (ranks == 2, ranks == 4) * 2  # the other way round on as many again
+        strategies = [Strategy(tp=ranks, sequence_parallel=cut) for cut in cuts]
+        found = [train_parallel(problem, strategy) for problem, strategy in zip(ways, strategies)]
         decaying = lambda params: AdamW(params, lr=1e-2, weight_decay=0.1)
         run = parallelize(ways[-1].config, Strategy(tp=ranks, precision="float64"), decaying)
         tokens = torch.arange(8).view(1, 8)
@@ -319,8 +322,7 @@ def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
     results = launch.run(rank, ranks=ranks)
     for found, padding, _ in results:
         assert padding == [0.0, 0.0]
-        for outcomes, reference in zip(found, references):
-            assert max(difference(outcome, reference) for outcome in outcomes) < TOLERANCE
+        assert max(map(difference, found, references)) < TOLERANCE
     assert [here for *_, here in results] == {2: [5, 4], 4: [3, 3, 3, 0]}[ranks]
 
 

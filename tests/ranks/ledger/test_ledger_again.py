@@ -15,7 +15,7 @@ from minitrain.ranks.launch import dryrun
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.torch_private import FakeTensorMode
 
-SMALL = dict(vocab_size=64, d_model=32, num_layers=4, num_heads=4)
+SMALL = dict(vocab_size=64, d_model=32, num_layers=2, num_heads=4)
 DENSE, TIED = GPTConfig(**SMALL), GPTConfig(**SMALL, tied=True, dropout=0.1)
 EXPERTS = GPTConfig(**SMALL, experts=ExpertsConfig(num_experts=4, top_k=2))
 STRATEGIES = {
