@@ -184,8 +184,7 @@ def test_states_are_loaded_one_after_the_other():
 
     for make, parts in STAGES.items():
         (alone, checked), devices = dryrun.run(rank, make, ranks=RANKS)
-        assert alone == 2 * M // parts and checked <= 3 * M // parts
-        assert devices == ["meta"] * 2 * LAYERS
+        assert alone == 2 * M // parts and checked <= 3 * M // parts and devices == ["meta"] * 2 * LAYERS
 
 
 # ---- ways with a memory of their own ---------------------------------------------------------------------

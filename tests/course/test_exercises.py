@@ -216,8 +216,7 @@ def test_the_report_of_a_notebook(judge, tmp_path):
     assert "2/2  ok  Every rank holds its left neighbour's tensor" in table
     assert "own work" not in table and "not attempted yet" not in table
     assert "bytes of each rank: which ranks pass the tensor on" in table
-    assert "its checks are not those of this version" in table
-    assert "(line 2: return x + 1 // 0)" in table
+    assert "its checks are not those of this version" in table and "(line 2: return x + 1 // 0)" in table
     assert "| Traceback (most recent call last):" in table
     assert 'File "<your answer>", line 2, in total' in table and "answer.py" not in table
     again = exercises.grade("00", tmp_path / "mine.ipynb", judge=judge, seed="1").table()

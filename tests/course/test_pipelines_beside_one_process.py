@@ -47,6 +47,5 @@ def test_a_mistake_is_seen_where_it_is():
     assert agree(plain, *reference) == agree(slices, *reference) == [True] * 3
     assert agree(broken, *reference) == [True, False, True]
     assert sum(one["messages"] for one in plain) == 8 and all(one["live"] > 0 for one in plain)
-    assert ranks[0][1] == ranks[1][1]
-    assert ranks[0][1][0] == pytest.approx(reference[0].item(), abs=1e-12)
+    assert ranks[0][1] == ranks[1][1] and ranks[0][1][0] == pytest.approx(reference[0].item(), abs=1e-12)
     assert ranks[0][1][2] < ranks[0][1][1] < ranks[0][1][0]

@@ -95,8 +95,7 @@ def test_bytes_equal_the_formulas():
     once = B * T * D * 8 * 3 // 4  # (t-1)/t · B·T·D elements
     shared_head = 2 * 4 * D * 8 * 3 // 4  # the gradient of a K/V head that all ranks use
     for ring, plain in launch.run(rank, ranks=4):
-        assert ring == (2 * once, 3 * once + shared_head)
-        assert plain == (2 * once, 2 * once + shared_head)
+        assert ring == (2 * once, 3 * once + shared_head) and plain == (2 * once, 2 * once + shared_head)
 
 
 def test_any_number_of_chunks_and_of_tokens():

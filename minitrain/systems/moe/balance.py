@@ -82,8 +82,7 @@ def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) 
     expert, whose results add up (act works on each element of F alone). Between: c copies of each expert, on
     r = n/(cE) ranks each if r > 1; a row goes to the copy with its rank's place in `sharing`."""
     n, c, num = group.size(), sharing.size(), routing.probs.shape[1]
-    uneven = n % c or (num % n and n % num) or (num * c % n and n % (num * c))
-    if uneven or sharing.rank() != group.rank() % c:
+    if uneven(num, n, c) or sharing.rank() != group.rank() % c:
         rule = "neighbours gather, as many everywhere, and get whole experts or equal parts of one"
         raise ValueError(f"{num} experts on {n} ranks, {c} gather: {rule}")
     here, parts = max(1, num * c // n), max(1, n // (num * c))
@@ -95,6 +94,26 @@ def switchable(x, routing: Routing, weights, sharing, group, work=experts.loop) 
     width = routing.probs.new_zeros(()).expand(len(x), n * here)
     trip = Dispatch(replace(routing, experts=slots, probs=width, sizes=None), group)
     return trip.back(work(trip.there(x), trip.counts, *full), routing.weights.repeat_interleave(parts, 1))
+
+
+def uneven(num: int, n: int, c: int) -> bool:
+    return bool(n % c or (num % n and n % num) or (num * c % n and n % (num * c)))
+
+
+def lightest_sharing(loads: Tensor, shard: int, width: int) -> int:
+    """Tutel's choice for `switchable`: how many neighbours gather, so that the busiest rank moves least.
+    loads [n, E]: rows of each rank for each expert; `shard`: elements of its weights; `width`: D."""
+    n, num = loads.shape
+
+    def busiest(c: int) -> float:
+        here, parts, sent = max(1, num * c // n), max(1, n // (num * c)), loads.new_zeros(n, n)
+        first = torch.arange(num * parts) // here * c  # of the neighbours that gather this part of an expert
+        for r, rows in enumerate(loads):
+            sent[r].index_add_(0, first + r % c, rows.repeat_interleave(parts))
+        crossing = sent.sum(0) + sent.sum(1) - 2 * sent.diagonal()
+        return (c - 1) * shard + width * crossing.max().item()
+
+    return min((c for c in range(1, n + 1) if not uneven(num, n, c)), key=busiest)
 
 
 # ---- weights to holders, gradients back

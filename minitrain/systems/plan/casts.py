@@ -11,13 +11,13 @@ all in 32 bits or all in 16. It is an integer program over half_i, down_i and up
     min Σ half_i·(16 bits - 32 bits) + (down_i + up_i)·cast_i     down_i >= half_j - half_i, j a reader of i
                                                                  up_i   >= half_i - half_j
 
-`block_graph` has the operators of a Transformer block by a roofline: the longer of FLOPs and bytes.
-He et al. 2022 (Campo), USENIX ATC. Differs: times are given or a roofline's, not predicted from profiles;
-forward alone; the choice is an integer program's, not theirs.
+Times are `predicted` by lines through measured sizes, or a roofline's (`block_graph`, a Transformer block).
+He et al. 2022 (Campo), USENIX ATC. Differs: forward alone; the choice is an integer program's, not theirs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
+from statistics import linear_regression
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import Number
@@ -97,6 +97,14 @@ def _checked(graph: Sequence[Op], halves: Iterable[str]) -> frozenset[str]:
     if wrong := sorted(halves - all_half(graph)):
         raise ValueError(f"casts: {wrong} cannot be in 16 bits; use some of {sorted(all_half(graph))}")
     return halves
+
+
+def predicted(operators: Iterable[tuple], measured: Mapping[tuple[str, int], Sequence]) -> list[Op]:
+    """The graph of (name, inputs, kind, size) from a few runs: measured[kind, bits] = [(size, time), ..], and
+    of ("cast", 16); a kind without 16 bits stays in 32."""
+    lines = {key: linear_regression(*zip(*pairs)) for key, pairs in measured.items()}
+    at = lambda n, *key: max(0.0, lines[key].intercept + lines[key].slope * n) if key in lines else None
+    return [Op(x, of, at(n, k, 32), at(n, k, 16), at(n, "cast", 16)) for x, of, k, n in operators]
 
 
 class Device(NamedTuple):

@@ -12,8 +12,8 @@ Mobius         more stages than devices, weights from the host: stage s on devic
 
 Huang et al. 2022 (Elixir), arXiv:2212.05339; Liao et al. 2024 (Fuyou), arXiv:2403.06504; Rajbhandari et al.
 2021, arXiv:2104.07857, sections 3 to 5.1; Sun et al. 2022 (STRONGHOLD), SC22, section III-D; Feng et al. 2023
-(Mobius), ASPLOS. Differs: Elixir's copies do not hide and its profile is given; Fuyou's layers are equal;
-STRONGHOLD's link is a resource, one window for all phases; Mobius's cut is given, activations do not move.
+(Mobius), ASPLOS. Differs: Elixir's profile is given, and copies hide; Fuyou's layers are equal; STRONGHOLD's
+link is a resource, one window for all phases; Mobius's cut is given, activations do not move.
 """
 
 from collections import Counter
@@ -22,15 +22,7 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from minitrain.plan.accounting import model_state_bytes
-from minitrain.ranks.checks import (
-    require_fractions,
-    require_ints,
-    require_nonempty,
-    require_nonnegative,
-    require_one_of,
-    require_positive,
-    require_positive_ints,
-)
+from minitrain.ranks import checks
 from minitrain.systems.simulate.links import Number, Task, divided
 
 
@@ -77,7 +69,7 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
     both = max(0, kept + offloaded - count)  # the last chunks are kept, the first are offloaded
     moved = (3 * count - kept) * 2 * (chunk - shard)
     crossing = (3 * offloaded - both) * 2 * shard
-    seconds = profile.compute_s + divided(moved, rates.network) + divided(crossing, rates.host)
+    seconds = max(profile.compute_s, divided(moved, rates.network), divided(crossing, rates.host))
     seconds += divided((count - offloaded) * shard, rates.device_update)
     seconds += divided(offloaded * shard, rates.host_update)
     held = profile.activation_bytes + cached * 2 * chunk + (count - offloaded) * 14 * shard
@@ -87,7 +79,7 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
 def elixir(profile: Profile, rates: Rates, cap: Number, chunks: Iterable[int]) -> ElixirPlan:
     """The fastest plan within `cap` bytes. Each chunk offloaded costs time, so only the fewest that fit are
     tried, for every size and number of cached chunks."""
-    require_nonnegative(device_update_faster_by=rates.device_update - rates.host_update)
+    checks.require_nonnegative(device_update_faster_by=rates.device_update - rates.host_update)
     found = []
     for chunk in chunks:
         count, least = packed(profile.modules, chunk)
@@ -120,7 +112,7 @@ class Server(NamedTuple):
 
 def fuyou_phases(work: Work, server: Server, share: Number) -> dict[str, dict[str, Number]]:
     """{phase: {what: seconds that it is busy}} if this share of the activations is swapped."""
-    require_fractions(share=share)
+    checks.require_fractions(share=share)
     weights, states, swapped = 2 * work.parameters, 12 * work.parameters, share * work.activation_bytes
     deep = max(0, swapped - server.host_bytes)
     forward = {
@@ -210,8 +202,8 @@ def flops_per_byte(kind: str, batch: int, length: int, width: int = 0, every: in
     """What is computed for each byte that is moved on a GPU: 8·b·s·P FLOPs (forward, again, backward) over
     8·P bytes (weights three times, gradients once), 32·P (states, masters and gradients in fp32, read and
     written) or 4·b·s·D·L/c (there and back)."""
-    require_positive_ints(batch=batch, length=length)
-    require_one_of(("parameters", "optimizer", "activations"), kind=kind)
+    checks.require_positive_ints(batch=batch, length=length)
+    checks.require_one_of(("parameters", "optimizer", "activations"), kind=kind)
     if kind == "activations":
         return 24 * width * every
     return length * batch / (4 if kind == "optimizer" else 1)
@@ -225,16 +217,18 @@ def efficiency(flops_per_byte: float, bandwidth_bytes_per_s: float, peak_flops: 
 
 def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -> float:
     """Bytes per second that an efficiency asks for."""
-    require_positive(efficiency=efficiency, rest=1 - efficiency)  # without overlap it is between 0 and 1
-    require_positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
+    checks.require_positive(
+        efficiency=efficiency, rest=1 - efficiency
+    )  # without overlap it is between 0 and 1
+    checks.require_positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
     return efficiency / (1 - efficiency) * peak_flops / flops_per_byte
 
 
 def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: bool) -> float:
     """Seconds until every rank has a tensor that is off the devices: one owner reads all and sends it on, or
     all read 1/n at once and gather in a ring. `links`: bytes per second of "slow" (PCIe, disk), "network"."""
-    require_ints(bytes=bytes)
-    require_positive_ints(ranks=ranks)
+    checks.require_ints(bytes=bytes)
+    checks.require_positive_ints(ranks=ranks)
     read = bytes / ranks if partitioned else bytes
     sent = bytes * (ranks - 1) / ranks if partitioned else bytes * (ranks > 1)
     return read / links["slow"] + sent / links["network"]
@@ -243,9 +237,9 @@ def fetch_s(bytes: int, links: Mapping[str, float], ranks: int, *, partitioned: 
 def stalls(compute: Sequence[Number], transfer: Sequence[Number], window: int) -> list[Number]:
     """How long each layer waits. The first `window` are here at the start; the transfer of a later one begins
     with the layer whose place it gets, when the link is free."""
-    require_nonnegative(compute=compute, transfer=transfer)
-    require_ints(len(compute), len(compute), transfers=len(transfer))
-    require_positive_ints(len(compute), window=window)
+    checks.require_nonnegative(compute=compute, transfer=transfer)
+    checks.require_ints(len(compute), len(compute), transfers=len(transfer))
+    checks.require_positive_ints(len(compute), window=window)
     starts, waits = [], []
     now = free = 0  # free: when the link is
     for i, duration in enumerate(compute):
@@ -259,7 +253,7 @@ def stalls(compute: Sequence[Number], transfer: Sequence[Number], window: int) -
 
 def smallest_window(compute: Sequence[Number], transfer: Sequence[Number]) -> int:
     """The smallest window without a stall; all layers always do."""
-    require_nonempty(compute=compute, transfer=transfer)
+    checks.require_nonempty(compute=compute, transfer=transfer)
     return next(m for m in range(1, len(compute) + 1) if not any(stalls(compute, transfer, m)))
 
 
@@ -282,8 +276,8 @@ def crossed(roots: Sequence[int]) -> list[int]:
 def mobius_tasks(stages: Sequence[StageLayer], m: int, order, roots, *, prefetch: bool = True) -> list[Task]:
     """A step, on the links "to device r" and "to host r" of each root complex r. Without prefetch a stage
     is loaded into the room of the one before it on its device, when that has ended."""
-    require_ints(0, len(roots) - 1, order=order)
-    require_positive_ints(m=m)
+    checks.require_ints(0, len(roots) - 1, order=order)
+    checks.require_positive_ints(m=m)
     made, n, numbers = [], len(order), range(len(stages))
 
     def add(kind: str, s: int, seconds: Number, before: int, room: int, load: bool) -> None:

@@ -187,8 +187,7 @@ def test_bars_show_the_amounts():
 
 def test_a_wrong_number_stands_out():
     texts = {t.get_text(): t.get_color() for t in PICTURES["measured_and_formula"]().axes[0].texts}
-    assert texts["1.000"] == texts["0 = 0"] == COLOURS["formula"]
-    assert texts["2.667"] == style.VERMILLION
+    assert texts["1.000"] == texts["0 = 0"] == COLOURS["formula"] and texts["2.667"] == style.VERMILLION
 
 
 def test_rank_grid_colours_groups():

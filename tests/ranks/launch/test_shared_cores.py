@@ -38,8 +38,7 @@ def policies():
 def test_ranks_and_loops_are_calm_from_the_first_use_of_a_group():
     before = os.sched_getscheduler(0)
     for first, used, stock, again in launch.run(policies):
-        assert first == (os.SCHED_OTHER, [os.SCHED_OTHER])
-        assert used == (os.SCHED_BATCH, [os.SCHED_BATCH])
+        assert first == (os.SCHED_OTHER, [os.SCHED_OTHER]) and used == (os.SCHED_BATCH, [os.SCHED_BATCH])
         assert stock == (os.SCHED_OTHER, [os.SCHED_OTHER])
         assert again == (os.SCHED_BATCH, [os.SCHED_BATCH] * 2)
     assert os.sched_getscheduler(0) == before

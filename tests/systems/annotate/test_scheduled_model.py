@@ -132,8 +132,7 @@ def test_sharded_and_synced_it_is_the_model_and_sends_two_sums_a_block_each_way(
     rows, size = Problem().batch_sizes[0], CONFIG.d_model * Problem().length * 8
     for _, _, calls, _, sent, *_ in outcomes:
         times = calls.count(("all_reduce", "tp"))
-        assert times == 4 * CONFIG.num_layers
-        assert sent == times * 2 * (ranks - 1) * rows * size // ranks
+        assert times == 4 * CONFIG.num_layers and sent == times * 2 * (ranks - 1) * rows * size // ranks
 
 
 @pytest.mark.parametrize("broken", ["copy_to", "reduce_from"])

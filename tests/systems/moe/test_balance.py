@@ -459,6 +459,16 @@ def test_tutel(ranks):
     for num, c in [pair for pair in PLANS if pair[1] <= ranks]:
         outcomes = [rank[num, c] for rank in launched(ranks)]
         check_plan(outcomes, one_process_wide(num), num, c)
+    for num in (8, 4, 2, 1):
+        sent = {c: max(rank[num, c][1][0] for rank in launched(ranks)) for c in (1, 2, 4) if c <= ranks}
+        loads = torch.stack([rank[num, 1][3] for rank in launched(ranks)])
+        for wide in (1, 50):  # what weights take, were they so much wider
+            found = balance.lightest_sharing(loads, wide * num * 2 * D * FULL // ranks, D)
+            more = {
+                c: size + 2 * (c - 1) * (wide - 1) * num * 2 * D * FULL // ranks * WORD
+                for c, size in sent.items()
+            }
+            assert found == min(more, key=more.get)
     for num in (8, 4, 2):
         outcomes = [rank["switching", num] for rank in launched(ranks)]
         check_outcomes(outcomes, one_process_wide(num, 5), num)

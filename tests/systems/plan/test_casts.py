@@ -14,6 +14,7 @@ from minitrain.systems.plan.casts import (
     block_graph,
     casts,
     cheapest,
+    predicted,
     time,
     wrapped,
 )
@@ -68,6 +69,22 @@ def test_campo():
     assert len(wrapped(chain, halves)) == 8 and len(casts(chain, halves)) == 2, "three pairs undo themselves"
     assert casts(chain, halves) == [Cast("x", "half"), Cast("matmul3", "full")]
     assert (time(chain, halves, wrapped(chain, halves)), time(chain, halves), time(chain, ())) == (29, 23, 41)
+
+
+def test_a_few_runs_of_each_kind_predict_what_is_as_good_as_the_best():
+    draw, mixed = random.Random(0), 0
+    slope = {("matmul", 32): 4, ("matmul", 16): 1, ("norm", 32): 2, ("cast", 16): 1.5}
+    true = lambda key, size: 30 + slope[key] * size
+    measured = {key: [(n, true(key, n) * draw.uniform(0.98, 1.02)) for n in (10, 300, 1000)] for key in slope}
+    for _ in range(40):
+        kinds = [(draw.choice(("matmul", "matmul", "norm")), draw.randint(5, 2000)) for _ in range(8)]
+        parts = [(f"{i}", (f"{i - 1}",) * (i > 0), *one) for i, one in enumerate(kinds)]
+        half = lambda kind, n: true((kind, 16), n) if kind == "matmul" else None
+        graph = [Op(x, of, true((k, 32), n), half(k, n), true(("cast", 16), n)) for x, of, k, n in parts]
+        best, chosen = (time(graph, cheapest(g)) for g in (graph, predicted(parts, measured)))
+        mixed += best < min(time(graph, ()), time(graph, all_half(graph)))
+        assert chosen <= 1.02 * best
+    assert mixed > 10
 
 
 def test_casts_that_cost_more_than_they_gain_are_not_made():

@@ -45,8 +45,7 @@ def test_seconds_of_a_layer_by_hand():
     counts, costs = [[7, 1], [5, 3]], Costs(compute=10.0, move=1.0, carry=4.0)
     assert plan.seconds(counts, plan.owners(2, 2), costs) == 3 * 12 * 10 + 4 * 5 * 1
     shadow = plan.everywhere([0], 2, 2)
-    assert shadow == ((0, 1), (1,))
-    assert plan.loads_of(counts, shadow) == ([7, 9], [1, 0], [0, 1], [1, 1])
+    assert shadow == ((0, 1), (1,)) and plan.loads_of(counts, shadow) == ([7, 9], [1, 0], [0, 1], [1, 1])
     assert plan.seconds(counts, shadow, costs) == 3 * 9 * 10 + 4 * 1 * 1 + 2 * 1 * 4
     # an owner gives its expert once; two who get it give half of it to each other
     busy = plan.everywhere([0, 1], 3, 3)

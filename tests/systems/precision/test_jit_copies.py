@@ -74,8 +74,7 @@ def test_gathered_weights_are_as_wide_as_they_are_kept():
         return found
 
     for one, one_jit, three, three_jit in launch.run(rank, ranks=2):
-        assert one_jit == [2 * one[0], one[1]] and three_jit == [2 * three[0], three[1]]
-        assert one[0] > 0
+        assert one_jit == [2 * one[0], one[1]] and three_jit == [2 * three[0], three[1]] and one[0] > 0
 
 
 def test_nothing_of_a_copy_is_kept_from_forward_to_backward():

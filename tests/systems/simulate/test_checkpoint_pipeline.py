@@ -60,11 +60,9 @@ def test_stalls_by_hand():
     assert stalls["synchronous"] == 60 and stalls["snapshot-stall"] == 20
     assert stalls["torchsnapshot"] == 40 + 5 and stalls["torchsnapshot in 1"] == 60
     assert stalls["checkfreq"] == stalls["datastates, room for all"] == 20 - 9
-    assert stalls["lightcheck of 1"] == 20 - 9
-    assert stalls["lightcheck"] == 20 - (3 + 1.5 + 2 * 0.75 * 7)
+    assert stalls["lightcheck of 1"] == 20 - 9 and stalls["lightcheck"] == 20 - (3 + 1.5 + 2 * 0.75 * 7)
     assert stalls["datastates, 1 buffer"] == 4 * (4 + 8) + 4 - 9
-    assert stalls["fastpersist"] == Fraction(20, 6) + 40 - 9
-    assert stalls["fastpersist, 1 buffer"] == 60 - 9
+    assert stalls["fastpersist"] == Fraction(20, 6) + 40 - 9 and stalls["fastpersist, 1 buffer"] == 60 - 9
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 6, 7])

@@ -33,8 +33,7 @@ def test_tmof(copy_s):
     assert [same.stall(f"device {d}") for d in (0, 1)] == [stall, stall]
     assert [disjoint.stall(f"device {d}") for d in (0, 1)] == [0, 0]
     copies = [name for name in same.tasks if name.startswith("out")]
-    assert at_once(same) == 2 and at_once(disjoint) == 1
-    assert all(same.is_slowed(name) for name in copies)
+    assert at_once(same) == 2 and at_once(disjoint) == 1 and all(same.is_slowed(name) for name in copies)
     assert not any(disjoint.is_slowed(name) for name in disjoint.tasks)
     assert same.carried("to host") == disjoint.carried("to host") == 8 * 5 * copy_s, "as many bytes leave"
 
