@@ -10,20 +10,7 @@ import pytest
 from minitrain.plan.simulate.machines import machine
 from minitrain.ranks.events import Compute, Issue
 from minitrain.systems.plan import expert_overlap
-from minitrain.systems.plan.expert_overlap import (
-    DEEPSEEK_V3,
-    REPORTED,
-    REUSE_POLICIES,
-    Chunk,
-    Line,
-    Task,
-    lina,
-    makespan,
-    mpipemoe_s,
-    pair_events,
-    pair_timeline,
-    schemoe_tasks,
-)
+from minitrain.systems.plan import expert_overlap as overlap
 from minitrain.systems.simulate.replay import replay
 
 # ---- PipeMoE ---------------------------------------------------------------------------------------------
@@ -59,7 +46,9 @@ def test_pipemoe(name):
 
 
 def test_without_gain_nothing_is_cut():
-    assert expert_overlap.pipemoe_degree(10, Line(0, 1), Line(0, 0)) == 1, "all r take the same time"
+    assert expert_overlap.pipemoe_degree(10, overlap.Line(0, 1), overlap.Line(0, 0)) == 1, (
+        "all r take the same time"
+    )
 
 
 def shortest(tasks, chunks):
@@ -92,10 +81,10 @@ def test_schemoe():
     draw, faster = Random(1), 0
     for _ in range(60):
         seconds = [draw.choice((0, 1, 2, 3, 5, 8, 13)) for _ in range(3)] + [draw.choice((1, 2, 5, 13, 34))]
-        tasks = schemoe_tasks(*seconds)
+        tasks = overlap.schemoe_tasks(*seconds)
         in_turn = sum(task.seconds for task in tasks)
         for chunks in (1, 2, 3, 6):
-            found = makespan(expert_overlap.schemoe_order(chunks), tasks, chunks)
+            found = overlap.makespan(expert_overlap.schemoe_order(chunks), tasks, chunks)
             assert found <= chunks * in_turn
             faster += found < chunks * in_turn
             if chunks in (2, 3):
@@ -110,9 +99,9 @@ BACKWARD = [(4, 6, 10)] * 5 + [(40, 0, 0)]  # layers, then the embedding: (compu
 
 def test_lina():
     """Shared, an all-to-all takes twice as long; first in line, as long as alone; all-reduces end in time anyway."""
-    shared = lina(BACKWARD, "share")
+    shared = overlap.lina(BACKWARD, "share")
     assert shared.all_to_all_s == [12] * 5 and shared.end_s == 5 * (4 + 12) + 40
-    first = lina(BACKWARD, "priority", Fraction(1, 2))
+    first = overlap.lina(BACKWARD, "priority", Fraction(1, 2))
     assert first.all_to_all_s == [6] * 5  # 4 seconds are whole micro-ops
     assert first.end_s == 5 * (4 + 6) + 40 < shared.end_s
     # what four gaps left, behind the last
@@ -121,13 +110,13 @@ def test_lina():
 
 def test_a_whole_all_reduce_does_not_give_way():
     """Micro-ops are what makes priority worth something: without, an all-to-all waits for what is under way."""
-    assert lina(BACKWARD, "priority").all_to_all_s == [6] + [(10 - 4) + 6] * 4
+    assert overlap.lina(BACKWARD, "priority").all_to_all_s == [6] + [(10 - 4) + 6] * 4
     for micro in (Fraction(3, 2), Fraction(5, 3), Fraction(3)):
-        step = lina(BACKWARD, "priority", micro)
+        step = overlap.lina(BACKWARD, "priority", micro)
         assert all(6 <= took < 6 + micro for took in step.all_to_all_s)
-    assert lina(BACKWARD, "priority", Fraction(3)).all_to_all_s != [6] * 5
+    assert overlap.lina(BACKWARD, "priority", Fraction(3)).all_to_all_s != [6] * 5
     # 10 in two of 5, not in 6 and 4: a second is left of the first
-    assert lina([(1, 5, 10), (4, 5, 0)], "priority", 6).all_to_all_s == [5, 1 + 5]
+    assert overlap.lina([(1, 5, 10), (4, 5, 0)], "priority", 6).all_to_all_s == [5, 1 + 5]
 
 
 def test_no_second_is_lost():
@@ -138,7 +127,7 @@ def test_no_second_is_lost():
         layers = [(compute, transfer, Fraction(reduction)) for compute, transfer, reduction in drawn]
         own = sum(compute + transfer for compute, transfer, _ in layers)
         for policy, micro in (("share", None), ("priority", None), ("priority", Fraction(2, 3))):
-            step = lina(layers, policy, micro)
+            step = overlap.lina(layers, policy, micro)
             assert step.end_s == own + sum(step.all_to_all_s) - sum(transfer for _, transfer, _ in layers)
             busy = sum(transfer + reduction for _, transfer, reduction in layers)
             assert max(step.end_s, step.reduced_s) >= busy
@@ -156,39 +145,42 @@ def pipelined(way, chunk, chunks, backward):
     else:
         fetch, work = [("link", chunk.transfer)], [("compute", chunk.work)]
         leave = [("link", chunk.transfer), ("host", copies)]
-    tasks, order = [Task("", *task) for task in fetch + work + leave], []
+    tasks, order = [overlap.Task("", *task) for task in fetch + work + leave], []
     for i in range(chunks + 2):
         for late, phase in enumerate((fetch, work, leave)):
             order += [i - late] * len(phase) * (0 <= i - late < chunks)
-    return makespan(order, tasks, chunks)
+    return overlap.makespan(order, tasks, chunks)
 
 
 def test_mpipemoe_choice():
     """The choice is the least of the modelled times, and these are what a pipeline of many chunks comes to."""
     draw, chosen = Random(3), set()
     for _ in range(200):
-        chunk = Chunk(*(draw.choice((1, 2, 3, 5, 8, 13)) for _ in range(4)))
-        modelled = {way: mpipemoe_s(way, chunk, 64) for way in REUSE_POLICIES}
+        chunk = overlap.Chunk(*(draw.choice((1, 2, 3, 5, 8, 13)) for _ in range(4)))
+        modelled = {way: overlap.mpipemoe_s(way, chunk, 64) for way in overlap.REUSE_POLICIES}
         simulated = {
-            way: sum(pipelined(way, chunk, 64, back) for back in (False, True)) for way in REUSE_POLICIES
+            way: sum(pipelined(way, chunk, 64, back) for back in (False, True))
+            for way in overlap.REUSE_POLICIES
         }
-        for way in REUSE_POLICIES:
+        for way in overlap.REUSE_POLICIES:
             assert modelled[way] <= simulated[way] <= 1.06 * modelled[way], (way, chunk)
         choice = expert_overlap.mpipemoe_choice(chunk, 64)
         chosen.add(choice)
         assert modelled[choice] == min(modelled.values())
         assert simulated[choice] <= 1.06 * min(simulated.values())
-    assert chosen == set(REUSE_POLICIES)
+    assert chosen == set(overlap.REUSE_POLICIES)
 
 
 def test_of_equal_ways_the_first():
     """Copies before repetition, of the rows before the middle: REUSE_POLICIES is in that order."""
     order = ("offload", "offload"), ("offload", "compute again"), ("send again", "offload")
-    assert REUSE_POLICIES == (*order, ("send again", "compute again"))
+    assert overlap.REUSE_POLICIES == (*order, ("send again", "compute again"))
     ties = set()
-    for chunk in map(Chunk._make, product(range(4), repeat=4)):
-        seconds = [mpipemoe_s(way, chunk, 2) for way in order + REUSE_POLICIES[3:]]
-        equal = [way for way, time in zip(order + REUSE_POLICIES[3:], seconds) if time == min(seconds)]
+    for chunk in map(overlap.Chunk._make, product(range(4), repeat=4)):
+        seconds = [overlap.mpipemoe_s(way, chunk, 2) for way in order + overlap.REUSE_POLICIES[3:]]
+        equal = [
+            way for way, time in zip(order + overlap.REUSE_POLICIES[3:], seconds) if time == min(seconds)
+        ]
         assert expert_overlap.mpipemoe_choice(chunk, 2) == equal[0], chunk
         ties.add(tuple(equal) if len(equal) > 1 else ())
     assert len(ties) >= 6, ties
@@ -200,8 +192,8 @@ def test_buffers_fall_from_r_chunks_to_two():
     assert expert_overlap.mpipemoe_rows(50, 4, reused=True) == 26, "the largest chunk has 13"
 
 
-def exposed_us(layer=DEEPSEEK_V3, ep=64, on=REPORTED, layers=1):
-    timelines = (pair_timeline(layer, ep, on, way, layers) for way in ("row", "turns", "weights"))
+def exposed_us(layer=overlap.DEEPSEEK_V3, ep=64, on=overlap.REPORTED, layers=1):
+    timelines = (overlap.pair_timeline(layer, ep, on, way, layers) for way in ("row", "turns", "weights"))
     return [round(timeline.exposed_communication_s * 1e6) for timeline in timelines]
 
 
@@ -215,7 +207,7 @@ def test_deepseek_v3_hides_its_all_to_alls():
 
 def test_the_order_of_a_pair():
     """As Figure 4 of the report: dispatch F, dispatch B, combine F, combine B, each behind the other microbatch."""
-    events = pair_events(DEEPSEEK_V3, 8, REPORTED, "weights")
+    events = overlap.pair_events(overlap.DEEPSEEK_V3, 8, overlap.REPORTED, "weights")
     names = [
         event.name if isinstance(event, Compute) else f"({event.site})"
         for event in events
@@ -229,7 +221,7 @@ def test_the_order_of_a_pair():
 
 def test_every_way_computes_and_sends_the_same():
     def totals(way):
-        events = pair_events(DEEPSEEK_V3, 64, REPORTED, way, 2)
+        events = overlap.pair_events(overlap.DEEPSEEK_V3, 64, overlap.REPORTED, way, 2)
         flops = sum(event.flops for event in events if isinstance(event, Compute))
         return flops, sum(event.sent_bytes for event in events if isinstance(event, Issue))
 
@@ -246,7 +238,9 @@ def test_nvlink_hides_behind_the_network_up_to_three_experts_a_node():
     """The report: 3.2 experts per node without more time on NVLink (section 3.2.2); 12 on 4 nodes, not 13."""
 
     def slower(k):
-        spans = pair_timeline(replace(DEEPSEEK_V3, k=k), 64, REPORTED, "row").transfers(0)
+        spans = overlap.pair_timeline(
+            replace(overlap.DEEPSEEK_V3, k=k), 64, overlap.REPORTED, "row"
+        ).transfers(0)
         seconds = {
             axis: sum(s.duration_s for s in spans if s.event.axis == axis) for axis in ("across", "inside")
         }
