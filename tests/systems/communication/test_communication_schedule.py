@@ -8,17 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitrain.systems.communication import algorithms
-from minitrain.systems.communication.chunk_schedule import (
-    Schedule,
-    Transfer,
-    check,
-    draw,
-    history,
-    in_parallel,
-    mirror,
-    place,
-    sent_shares,
-)
+from minitrain.systems.communication import chunk_schedule as chunks
 
 ALL_REDUCES = {
     "ring": algorithms.ring_all_reduce,
@@ -37,21 +27,21 @@ SIZES = [*range(1, 18), 23, 31, 32, 33, 63, 64]
 @pytest.mark.parametrize("name", ALL_REDUCES)
 def test_every_chunk_gets_every_contribution_once(name):
     for n in (*range(1, 34), 63, 64):
-        check(ALL_REDUCES[name](n))
+        chunks.check(ALL_REDUCES[name](n))
 
 
 def test_the_other_collectives():
     for n in SIZES:
-        check(algorithms.ring_reduce_scatter(n), "reduce_scatter")
-        check(algorithms.ring_all_gather(n), "all_gather")
-        check(mirror(algorithms.ring_reduce_scatter(n)), "all_gather")
-        check(algorithms.direct_reduce_scatter(n), "reduce_scatter")
-        check(mirror(algorithms.direct_reduce_scatter(n)), "all_gather")
-        check(algorithms.binomial_reduce(n), "reduce")
-        check(mirror(algorithms.binomial_reduce(n)), "broadcast")
+        chunks.check(algorithms.ring_reduce_scatter(n), "reduce_scatter")
+        chunks.check(algorithms.ring_all_gather(n), "all_gather")
+        chunks.check(chunks.mirror(algorithms.ring_reduce_scatter(n)), "all_gather")
+        chunks.check(algorithms.direct_reduce_scatter(n), "reduce_scatter")
+        chunks.check(chunks.mirror(algorithms.direct_reduce_scatter(n)), "all_gather")
+        chunks.check(algorithms.binomial_reduce(n), "reduce")
+        chunks.check(chunks.mirror(algorithms.binomial_reduce(n)), "broadcast")
     for n in (1, 2, 4, 8, 16, 32, 64):
-        check(algorithms.halving_reduce_scatter(n), "reduce_scatter")
-        check(mirror(algorithms.halving_reduce_scatter(n)), "all_gather")
+        chunks.check(algorithms.halving_reduce_scatter(n), "reduce_scatter")
+        chunks.check(chunks.mirror(algorithms.halving_reduce_scatter(n)), "all_gather")
 
 
 # ---- the checker can fail --------------------------------------------------------------------------------
@@ -69,7 +59,11 @@ def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
     broken = [((*others,),), ((*others, transfer._replace(reduce=not transfer.reduce)),), again]
     for steps in broken[: 3 if transfer.reduce else 2]:
         with pytest.raises(ValueError):
-            check(Schedule(n, schedule.chunks, schedule.steps[:index] + steps + schedule.steps[index + 1 :]))
+            chunks.check(
+                chunks.Schedule(
+                    n, schedule.chunks, schedule.steps[:index] + steps + schedule.steps[index + 1 :]
+                )
+            )
 
 
 @pytest.mark.parametrize(
@@ -82,17 +76,17 @@ def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
     ],
 )
 def test_the_checker_names_the_fault(steps, message):
-    steps = tuple(tuple(Transfer(s, t, range(1), reduce) for s, t, reduce in step) for step in steps)
+    steps = tuple(tuple(chunks.Transfer(s, t, range(1), reduce) for s, t, reduce in step) for step in steps)
     with pytest.raises(ValueError, match=message):
-        check(Schedule(2, 1, steps))
+        chunks.check(chunks.Schedule(2, 1, steps))
 
 
 def test_nothing_is_sent_before_it_is_there():
-    late = Schedule(3, 3, tuple(reversed(algorithms.ring_all_gather(3).steps)))
+    late = chunks.Schedule(3, 3, tuple(reversed(algorithms.ring_all_gather(3).steps)))
     with pytest.raises(ValueError, match="holds nothing of it yet"):
-        check(late, "all_gather")
+        chunks.check(late, "all_gather")
     with pytest.raises(ValueError, match="to be added to nothing"):
-        check(Schedule(2, 2, ((Transfer(0, 1, range(1), True),),)), "all_gather")
+        chunks.check(chunks.Schedule(2, 2, ((chunks.Transfer(0, 1, range(1), True),),)), "all_gather")
 
 
 # ---- costs -----------------------------------------------------------------------------------------------
@@ -102,12 +96,14 @@ def test_steps_and_bytes_of_the_flat_algorithms():
     for n in SIZES[1:]:
         optimal, height = Fraction(2 * (n - 1), n), ceil(log2(n))
         for build, steps in ((algorithms.ring_all_reduce, 2 * (n - 1)), (algorithms.direct_all_reduce, 2)):
-            assert len(build(n).steps) == steps and set(sent_shares(build(n))) == {optimal}, (build, n)
+            assert len(build(n).steps) == steps and set(chunks.sent_shares(build(n))) == {optimal}, (build, n)
         assert len(algorithms.binomial_all_reduce(n).steps) == 2 * height
-        assert sent_shares(mirror(algorithms.binomial_reduce(n)))[0] == height
+        assert chunks.sent_shares(chunks.mirror(algorithms.binomial_reduce(n)))[0] == height
     for n in (2, 3, 7, 16, 33):
         for build in ALL_REDUCES.values():
-            assert sum(sent_shares(build(n))) >= 2 * (n - 1), "below the least that any all-reduce can send"
+            assert sum(chunks.sent_shares(build(n))) >= 2 * (n - 1), (
+                "below the least that any all-reduce can send"
+            )
 
 
 def test_halving_sends_what_a_ring_sends_in_log_steps():
@@ -115,21 +111,21 @@ def test_halving_sends_what_a_ring_sends_in_log_steps():
         height = power.bit_length() - 1
         schedule = algorithms.halving_doubling_all_reduce(power)
         assert len(schedule.steps) == 2 * height
-        assert set(sent_shares(schedule)) == {Fraction(2 * (power - 1), power)}
+        assert set(chunks.sent_shares(schedule)) == {Fraction(2 * (power - 1), power)}
         assert len(algorithms.doubling_all_reduce(power).steps) == height
-        assert set(sent_shares(algorithms.doubling_all_reduce(power))) == {height}
+        assert set(chunks.sent_shares(algorithms.doubling_all_reduce(power))) == {height}
         for rest in range(
             1, power if power < 64 else 1
         ):  # n between two powers: two more steps, two ranks that pay S
             inner = Fraction(2 * (power - 1), power)
             schedule = algorithms.halving_doubling_all_reduce(power + rest)
             assert len(schedule.steps) == 2 * height + 2
-            assert sent_shares(schedule) == [inner + 1, 1] * rest + [inner] * (power - rest)
+            assert chunks.sent_shares(schedule) == [inner + 1, 1] * rest + [inner] * (power - rest)
 
 
 def test_near_first_sends_half_to_the_neighbour_and_far_first_across():
     def share_sent_over(distance, near_first):
-        far = sent_shares(
+        far = chunks.sent_shares(
             algorithms.halving_doubling_all_reduce(16, near_first), lambda t: abs(t.source - t.to) == distance
         )
         return set(far)
@@ -146,26 +142,26 @@ def test_near_first_sends_half_to_the_neighbour_and_far_first_across():
 def test_two_rings_in_both_directions_share_the_work():
     """A composition of one's own: half of the data turns right, half left, and all links work both ways."""
     n, size = 6, (6, 12)
-    right = place(algorithms.ring_all_reduce(n), range(n), range(0, n), of=size)
-    left = place(algorithms.ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)
-    both = in_parallel([right, left])
-    check(both)
+    right = chunks.place(algorithms.ring_all_reduce(n), range(n), range(0, n), of=size)
+    left = chunks.place(algorithms.ring_all_reduce(n), range(n - 1, -1, -1), range(n, 2 * n), of=size)
+    both = chunks.in_parallel([right, left])
+    chunks.check(both)
     assert len(both.steps) == 2 * (n - 1)
-    assert set(sent_shares(both, lambda t: (t.to - t.source) % n == 1)) == {Fraction(n - 1, n)}
+    assert set(chunks.sent_shares(both, lambda t: (t.to - t.source) % n == 1)) == {Fraction(n - 1, n)}
 
 
 def test_the_chunk_matrix_is_drawn():
-    assert draw(algorithms.ring_all_reduce(3)).splitlines() == [
+    assert chunks.draw(algorithms.ring_all_reduce(3)).splitlines() == [
         "rank     start   step 1  step 2  step 3  step 4",
         "0        111     121     #21     #2#     ###",
         "1        111     112     1#2     ##2     ###",
         "2        111     211     21#     2##     ###",
     ]
-    frames = history(algorithms.ring_all_reduce(3))
+    frames = chunks.history(algorithms.ring_all_reduce(3))
     assert len(frames) == 5 and frames[0] == [[1] * 3] * 3 and frames[-1] == [[3] * 3] * 3
     cells = {
         cell
-        for line in draw(algorithms.ring_all_reduce(12)).splitlines()[1:]
+        for line in chunks.draw(algorithms.ring_all_reduce(12)).splitlines()[1:]
         for cell in "".join(line.split()[1:])
     }
     assert cells == set("123456789+#")

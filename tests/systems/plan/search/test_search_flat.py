@@ -10,19 +10,8 @@ import numpy
 import pytest
 
 from minitrain.systems.plan.search import layerwise, simulated
+from minitrain.systems.plan.search import problem as problems
 from minitrain.systems.plan.search.layerwise import autoddl, descend, eliminate, frontier, optcnn, tensoropt
-from minitrain.systems.plan.search.problem import (
-    Graph,
-    Layer,
-    Level,
-    Option,
-    Problem,
-    cheapest,
-    every,
-    example,
-    exhaustive,
-    linear,
-)
 from minitrain.systems.plan.search.race import every_placement, every_simulated
 from tests.systems.plan.search.drawn import blocks, chain
 
@@ -30,21 +19,23 @@ from tests.systems.plan.search.drawn import blocks, chain
 def drawn_graph(seed, layers, options, edges):
     draw = random.Random(seed)
     row = lambda: [draw.randint(0, 99) for _ in range(options)]
-    names = [Option((str(i),)) for i in range(options)]
+    names = [problems.Option((str(i),)) for i in range(options)]
     matrix = {edge: [row() for _ in range(options)] for edge in edges}
-    return Graph([names] * layers, [row() for _ in range(layers)], matrix, [row() for _ in range(layers)])
+    return problems.Graph(
+        [names] * layers, [row() for _ in range(layers)], matrix, [row() for _ in range(layers)]
+    )
 
 
 def test_exhaustive():
     """Every choice once; of equal ones the first; within memory; none fits: refused."""
-    names = [Option(("a",)), Option(("b",))]
-    equal = Graph([names] * 2, [[1, 1], [2, 2]], {(0, 1): [[0, 0], [0, 0]]}, [[5, 1], [5, 1]])
-    assert every(equal) == ((names[0], names[0]), 3, 4)
-    assert every(equal, memory_bytes=6).choice == (names[0], names[1])
+    names = [problems.Option(("a",)), problems.Option(("b",))]
+    equal = problems.Graph([names] * 2, [[1, 1], [2, 2]], {(0, 1): [[0, 0], [0, 0]]}, [[5, 1], [5, 1]])
+    assert problems.every(equal) == ((names[0], names[0]), 3, 4)
+    assert problems.every(equal, memory_bytes=6).choice == (names[0], names[1])
     with pytest.raises(ValueError, match="fits into 1 bytes"):
-        every(equal, memory_bytes=1)
+        problems.every(equal, memory_bytes=1)
     problem = chain(0, layers=3)
-    found = exhaustive(problem)
+    found = problems.exhaustive(problem)
     picks = [problem.options(problem.levels).index(o) for o in found.choice]
     assert found.looked_at == 16**3 and found.cost == problem.graph().cost(picks)
 
@@ -63,17 +54,17 @@ def test_optcnn():
         graph = drawn_graph(seed, layers, 4, edges)
         found = eliminate(graph)
         picks = [graph.options[0].index(option) for option in found.choice]
-        assert found.cost == every(graph).cost == graph.cost(picks)
+        assert found.cost == problems.every(graph).cost == graph.cost(picks)
         shrinks = len(edges) < 6 or layers == 6
         assert (found.looked_at < graph.size) == shrinks
     assert eliminate(drawn_graph(0, 6, 4, six)).looked_at == 4 * 4**3 + 4**2
     for seed in range(2):
         problem = chain(seed)
-        assert optcnn(problem).cost == exhaustive(problem).cost
+        assert optcnn(problem).cost == problems.exhaustive(problem).cost
         assert optcnn(problem).looked_at == 2 * 16**3 + 16**2
-        four = tuple(linear(f"{i}", 64, 64) for i in range(4))
-        skipping = Problem(four, 256, problem.levels, 2.0**40, skips=((0, 2), (1, 3)))
-        assert optcnn(skipping).cost == exhaustive(skipping).cost
+        four = tuple(problems.linear(f"{i}", 64, 64) for i in range(4))
+        skipping = problems.Problem(four, 256, problem.levels, 2.0**40, skips=((0, 2), (1, 3)))
+        assert optcnn(skipping).cost == problems.exhaustive(skipping).cost
 
 
 def unbeaten(graph) -> list[tuple]:
@@ -93,7 +84,7 @@ def test_tensoropt():
         assert all((graph.cost(picks), graph.bytes(picks)) == (cost, size) for cost, size, picks in front)
         assert looked_at < graph.size
         for cap in {size for _, size, _ in front}:
-            assert cheapest(p for p in front if p[1] <= cap)[0] == every(graph, cap).cost
+            assert problems.cheapest(p for p in front if p[1] <= cap)[0] == problems.every(graph, cap).cost
             assert [p for p in front if p[1] <= cap] == frontier(graph, cap)[0]
     for seed in range(2):
         problem = chain(seed, shardings=("dp", "sdp", "col"))
@@ -101,10 +92,10 @@ def test_tensoropt():
         assert [point[:2] for point in found.choice] == unbeaten(problem.graph())
         cap = found.choice[len(found.choice) // 2][1]
         tight = replace(problem, memory_bytes=cap)
-        assert tensoropt(tight).cost == exhaustive(tight).cost
+        assert tensoropt(tight).cost == problems.exhaustive(tight).cost
         with pytest.raises(ValueError, match="nothing fits"):
             tensoropt(replace(problem, memory_bytes=found.choice[-1][1] - 1))
-    alone = Graph([range(4)], [[2, 1, 1, 3]], {}, [[5, 5, 5, 4]])
+    alone = problems.Graph([range(4)], [[2, 1, 1, 3]], {}, [[5, 5, 5, 4]])
     assert frontier(alone)[0] == [(1, 5, (1,)), (3, 4, (3,))]
     with pytest.raises(ValueError, match="no chain"):
         frontier(drawn_graph(0, 3, 2, [(0, 1), (1, 2), (0, 2)]))
@@ -113,7 +104,7 @@ def test_tensoropt():
 def test_flexflow():
     """The walk finds what every choice, simulated, gives; a changed layer simulated alone is the whole
     simulation; and the walk's probabilities are exp(-beta·cost), by its transition matrix and by counting."""
-    problem = example(shardings=("dp", "col", "row"))
+    problem = problems.example(shardings=("dp", "col", "row"))
     found, best = simulated.flexflow(problem), every_simulated(problem)
     assert found.cost == best.cost and found.looked_at < best.looked_at / 4
     check_delta(problem)
@@ -165,14 +156,14 @@ def test_tofu():
         problem = chain(seed, layers=2)
         found, best = layerwise.tofu(problem), layerwise.every_halving(problem)
         assert found.cost == best.cost and best.looked_at == 4**5 and found.looked_at == 2 * 2 * 8 * 9
-    assert layerwise.tofu(example()).cost == layerwise.every_halving(example()).cost
+    assert layerwise.tofu(problems.example()).cost == layerwise.every_halving(problems.example()).cost
     for seed in range(4):
         assert (
             fetched(chain(seed, layers=2, rows=16), seed)
             == layerwise.tofu(chain(seed, layers=2, rows=16)).cost
         )
     with pytest.raises(ValueError, match="2 on each"):
-        layerwise.tofu(example(levels=(Level(4, 1.0),)))
+        layerwise.tofu(problems.example(levels=(problems.Level(4, 1.0),)))
 
 
 def fetched(problem, seed):
@@ -227,32 +218,32 @@ def region(shape, letters, along, worker):
 
 ALEXNET = (
     # name, elements of an input and an output sample, weights, FLOPs of a sample forward
-    Layer("conv1", 3 * 224 * 224, 96 * 55 * 55, 96 * 3 * 11 * 11, 2 * 96 * 55 * 55 * 3 * 11 * 11),
-    Layer("conv2", 96 * 27 * 27, 256 * 27 * 27, 256 * 96 * 25, 2 * 256 * 27 * 27 * 96 * 25),
-    Layer("conv3", 256 * 13 * 13, 384 * 13 * 13, 384 * 256 * 9, 2 * 384 * 13 * 13 * 256 * 9),
-    Layer("conv4", 384 * 13 * 13, 384 * 13 * 13, 384 * 384 * 9, 2 * 384 * 13 * 13 * 384 * 9),
-    Layer("conv5", 384 * 13 * 13, 256 * 13 * 13, 256 * 384 * 9, 2 * 256 * 13 * 13 * 384 * 9),
-    linear("fc6", 256 * 6 * 6, 4096),
-    linear("fc7", 4096, 4096),
-    linear("fc8", 4096, 1000),
+    problems.Layer("conv1", 3 * 224 * 224, 96 * 55 * 55, 96 * 3 * 11 * 11, 2 * 96 * 55 * 55 * 3 * 11 * 11),
+    problems.Layer("conv2", 96 * 27 * 27, 256 * 27 * 27, 256 * 96 * 25, 2 * 256 * 27 * 27 * 96 * 25),
+    problems.Layer("conv3", 256 * 13 * 13, 384 * 13 * 13, 384 * 256 * 9, 2 * 384 * 13 * 13 * 256 * 9),
+    problems.Layer("conv4", 384 * 13 * 13, 384 * 13 * 13, 384 * 384 * 9, 2 * 384 * 13 * 13 * 384 * 9),
+    problems.Layer("conv5", 384 * 13 * 13, 256 * 13 * 13, 256 * 384 * 9, 2 * 256 * 13 * 13 * 384 * 9),
+    problems.linear("fc6", 256 * 6 * 6, 4096),
+    problems.linear("fc7", 4096, 4096),
+    problems.linear("fc8", 4096, 1000),
 )
 
 
 def test_hypar():
     """Of AlexNet's layers those with convolutions become data-parallel, the wide products model-parallel, on
     every one of four levels; on each level the sum is that of the best of 2^L choices."""
-    problem = Problem(ALEXNET, 256, (Level(2, 2.0**30),) * 4, 2.0**42)
-    found, best = layerwise.hypar(problem), layerwise.hypar(problem, every)
+    problem = problems.Problem(ALEXNET, 256, (problems.Level(2, 2.0**30),) * 4, 2.0**42)
+    found, best = layerwise.hypar(problem), layerwise.hypar(problem, problems.every)
     assert found == best._replace(looked_at=found.looked_at) and best.looked_at == 4 * 2**8
     shardings = {layer.name: set(option.shardings) for layer, option in zip(ALEXNET, found.choice)}
     assert all(shardings[f"conv{i}"] == {"dp"} for i in range(1, 6))
     assert shardings["fc6"] == shardings["fc7"] == {"row"}
-    assert found.cost < problem.cost([Option(("dp",) * 4)] * 8, unit="bytes") / 2
+    assert found.cost < problem.cost([problems.Option(("dp",) * 4)] * 8, unit="bytes") / 2
     optimal = 0
     for seed in range(10):
         problem = chain(seed)
-        assert layerwise.hypar(problem).cost == layerwise.hypar(problem, every).cost
-        joint = exhaustive(replace(problem, shardings=layerwise.HYPAR_SHARDINGS), "bytes").cost
+        assert layerwise.hypar(problem).cost == layerwise.hypar(problem, problems.every).cost
+        joint = problems.exhaustive(replace(problem, shardings=layerwise.HYPAR_SHARDINGS), "bytes").cost
         assert layerwise.hypar(problem).cost >= joint
         optimal += layerwise.hypar(problem).cost == joint
     assert 5 <= optimal < 10  # level after level is a heuristic
@@ -263,7 +254,11 @@ def test_autoddl():
     traps = []
     for seed in range(6):
         problem = chain(seed)
-        found, best, graph = autoddl(problem), exhaustive(problem, "bytes"), problem.graph(unit="bytes")
+        found, best, graph = (
+            autoddl(problem),
+            problems.exhaustive(problem, "bytes"),
+            problem.graph(unit="bytes"),
+        )
         assert found.cost == best.cost and found.looked_at < best.looked_at / 10
         draw = random.Random(seed)
         for _ in range(5):
@@ -279,8 +274,8 @@ def test_autoddl():
 def test_rl_placement():
     """On 6 operators and 2 devices the policy ends, for at least 9 of 10 seeds, at the fastest of all 64
     placements; it does on 4 layers and 4 devices; without the reward it does not."""
-    layers = tuple(linear(f"{i}", 256, 256) for i in range(6))
-    six = Problem(layers, 1024, (Level(2, 2.0**33),), 2.0**40, microbatches=4)
+    layers = tuple(problems.linear(f"{i}", 256, 256) for i in range(6))
+    six = problems.Problem(layers, 1024, (problems.Level(2, 2.0**33),), 2.0**40, microbatches=4)
     best = every_placement(six)
     assert best.looked_at == 64 and best.choice in ((0, 0, 0, 1, 1, 1), (1, 1, 1, 0, 0, 0))
     ends = [simulated.reinforce(six, seed=seed) for seed in range(10)]
@@ -288,16 +283,16 @@ def test_rl_placement():
     assert all(found.cost == simulated.placement_seconds(six, found.choice) for found in ends)
     blind = [simulated.reinforce(six, seed=seed, rate=0.0) for seed in range(10)]
     assert sum(found.cost == best.cost for found in blind) < 5
-    assert simulated.reinforce(example()).cost == every_placement(example()).cost
+    assert simulated.reinforce(problems.example()).cost == every_placement(problems.example()).cost
 
 
 def test_automap():
     """On an MLP that does not fit whole, the search finds Megatron's cut, by columns and then by rows, whose
     forward has one all-reduce and nothing else; other seeds and problems end at the best of all reachable cuts.
     """
-    levels = (Level(4, 2.0**34),)
-    layers = linear("up", 1024, 4096), linear("down", 4096, 1024)
-    mlp = Problem(layers, 256, levels, 2.0**44, ends="whole", memory_bytes=60 * 2**20)
+    levels = (problems.Level(4, 2.0**34),)
+    layers = problems.linear("up", 1024, 4096), problems.linear("down", 4096, 1024)
+    mlp = problems.Problem(layers, 256, levels, 2.0**44, ends="whole", memory_bytes=60 * 2**20)
     found = simulated.automap(mlp)
     assert [option.shardings for option in found.choice] == [("col",), ("row",)]
     up, down = mlp.layers
@@ -307,22 +302,22 @@ def test_automap():
     assert simulated.shardings_of(simulated.propagate({"x0": "m"}, 2), 2) == ["dp", "dp"]
     assert simulated.shardings_of(simulated.propagate({"x0": "m", "W1": "f1"}, 2), 2) == ["dp", "sdp"]
     for seed in range(3):
-        problem = replace(example(), levels=levels) if seed == 0 else chain(seed, levels=1)
+        problem = replace(problems.example(), levels=levels) if seed == 0 else chain(seed, levels=1)
         found, best = simulated.automap(problem, seed=seed), simulated.every_set_of_cuts(problem)
         assert found.cost == best.cost and found.looked_at < best.looked_at / 2
     with pytest.raises(ValueError, match="fits into 1 bytes"):
         simulated.automap(replace(mlp, memory_bytes=1))
     with pytest.raises(ValueError, match="one axis"):
-        simulated.automap(example())
+        simulated.automap(problems.example())
 
 
 def test_words_meet_levels():
     with pytest.raises(ValueError, match="past at least one"):
-        replace(example(), skips=((0, 1),))
+        replace(problems.example(), skips=((0, 1),))
     with pytest.raises(ValueError, match="do not fill levels"):
-        example().mesh(3)
+        problems.example().mesh(3)
     with pytest.raises(ValueError, match="8 devices|there are"):
-        example().mesh(8)
+        problems.example().mesh(8)
     with pytest.raises(ValueError, match="shardings"):
-        example(shardings=("dp", "mp"))
+        problems.example(shardings=("dp", "mp"))
     assert blocks(0).graph().size == 9**4
