@@ -7,10 +7,9 @@ from typer import Argument, Option, echo
 
 from minitrain.cli.lift import ROOT, lift
 
-TECHNIQUES = ["data_parallel", "tensor_parallel", "context", "pipeline", "moe", "precision", "memory"]
-TECHNIQUES += ["checkpoint", "attention"]
+TECHNIQUES = "data_parallel tensor_parallel context pipeline moe precision memory checkpoint attention"
 LISTED = "what can be lifted, with its lines, blank ones aside; names are words then"
-ROOMS = [*TECHNIQUES, "model", "systems"]
+ROOMS = f"{TECHNIQUES} model systems"
 
 
 def lift_command(
@@ -39,7 +38,7 @@ def lift_command(
 def list_all(words: list[str]) -> None:
     """The techniques' public classes and functions; of all rooms those with all these words."""
     found = without = 0
-    for room in ROOMS if words else TECHNIQUES:
+    for room in (ROOMS if words else TECHNIQUES).split():
         for path in sorted((ROOT / room).rglob("*.py")):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             for node in ast.parse(path.read_text()).body:

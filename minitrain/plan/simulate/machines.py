@@ -107,8 +107,7 @@ def _made(cls: type, given: dict[str, Any], where: str) -> Any:
         require_one_of(known, **{f"{where}field": name})
     needed = [name for name, one in known.items() if one.default is MISSING]
     if lacks := [name for name in needed if name not in given]:
-        said = f"{cls.__name__.lower()} needs {', '.join(needed)}"
-        raise ValueError(f"{where.rstrip('.: ')}: no {', '.join(lacks)}; a {said}")
+        raise ValueError(f"{where.rstrip('.: ')}: no {', '.join(lacks)}; needed are {', '.join(needed)}")
     return cls(**{name: _value(known[name].type, value, where + name) for name, value in given.items()})
 
 

@@ -28,6 +28,7 @@ LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, *(sysconfig.get_path(s) +
 RANKS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(RANKS)) + os.sep
 LOST = "closed by peer|Connection re(set|fused)|Broken pipe|(Read|Write) error|socket.*closed|rank is gone"
+OURS = re.compile(rf'  File "{re.escape(PACKAGE)}.*\n?(?:    .*\n?)*')  # a frame, and what it quotes
 STACK_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.M)
 CALLS_FN = rf'(  File "{re.escape(RANKS)}launch/(?:start|ranks)\.py", line \d+ in (?:live|run)\n)'
 NO_COLLECTIVE = ("_", "get_", "is_", "pg_", "default_")  # in torch's file of them
@@ -47,8 +48,9 @@ class RankError(RuntimeError):
             self.add_note("\n" + traceback.rstrip())
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the message and the rank's own lines, not our way of waiting for it."""
-        return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
+        """What a notebook shows: the message, and of the rank's lines those outside of minitrain."""
+        notes = [OURS.sub("", note) for note in getattr(self, "__notes__", ())]
+        return [f"{type(self).__name__}: {self}", *notes, "\nAll lines: print(sys.last_value.traceback)"]
 
 
 class LaunchTimeout(RankError):

@@ -136,7 +136,7 @@ class Job:
         launch_ranks.seed_all()
         os.environ["MINITRAIN_INSIDE"] = "1"
         try:
-            with self.alarm(timeout_s, "this rank has not finished"):
+            with self.alarm(timeout_s, "timeout_s is over: this rank has not finished"):
                 data, error = None, None
                 try:
                     result = fn(*args)

@@ -120,7 +120,7 @@ def test_a_machine_of_your_own(tmp_path):
             "nic_per_node",
             "field='nic_per_node': use name, device, .*; did you mean nics_per_n",
         ),
-        ('inter = "InfiniBand HDR"', "", "no inter; a machine needs name, device, "),
+        ('inter = "InfiniBand HDR"', "", "no inter; needed are name, device, "),
         ("latency_s", "latency", "intra.field='latency': .* did you mean latency_s"),
         ("50e9", "'fast'", "intra.bandwidth_bytes_per_s='fast': give a number"),
         ("50e9", "-1", "intra.bandwidth_bytes_per_s=-1: use a finite number above 0"),
