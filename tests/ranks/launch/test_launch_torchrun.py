@@ -143,4 +143,6 @@ def test_a_hang_ends_the_job_and_says_where_each_rank_was(jobs):
         "rank 1 stands at program.py:8, in no collective",
         "rank 0 waits in all_reduce #0 (program.py:9)",
     ):
-        assert f"LaunchTimeout: timeout_s is over: this rank has not finished after 3 s: {where}\n" in errors, errors
+        assert (
+            f"LaunchTimeout: timeout_s is over: this rank has not finished after 3 s: {where}\n" in errors
+        ), errors
