@@ -148,12 +148,12 @@ def _path(layout: Layout, costs: Costs) -> Counts:
     cast = _cast(layout)
     send = 0.0 if costs.blocking else costs.message_s
     vector = (*costs.passes, costs.message_s * costs.blocking)
-    times, ends = [sum(map(mul, passes, vector)) for passes in cast.passes], []  # of roles, of entries
-    for role, previous, messages in zip(cast.roles, cast.previous, cast.messages):
-        start = ends[previous] if previous >= 0 else 0.0
+    times, ends = [sum(map(mul, passes, vector)) for passes in cast.passes], [0.0] * (len(cast.roles) + 1)
+    for at, (role, start, messages) in enumerate(zip(cast.roles, cast.previous, cast.messages)):
+        start = ends[start]  # of -1, nothing before, 0
         for need in messages:
-            start = max(start, ends[need] + send)
-        ends.append(start + times[role])
+            start = sent if (sent := ends[need] + send) > start else start
+        ends[at] = start + times[role]
     counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
     at = max(cast.last, key=ends.__getitem__)
     while True:
