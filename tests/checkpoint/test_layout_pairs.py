@@ -1,7 +1,8 @@
 """Saved by one layout, loaded by another: of nine, and of four with experts, each by itself and by one more.
 
 One launch trains each layout for a step, saves, and goes on for two. A second launch builds each layout
-once, loads what the layouts APART places before it have saved, one after the other, and trains on.
+once, loads what the layouts APART places before it have saved, one after the other, and trains on: two steps
+in the same layout, one in another.
 """
 
 from pathlib import Path
@@ -86,7 +87,7 @@ def load_all(config: GPTConfig, layouts: dict, checkpoints: dict, states: dict, 
         for other in [order[(number - places) % len(order)] for places in APART]:
             lost = saving.load(run, checkpoints[other])
             wrong = saving.differing(run, states[other])
-            found[other, name] = wrong, lost, losses(run, BEFORE, AFTER)
+            found[other, name] = wrong, lost, losses(run, BEFORE, AFTER if other == name else 1)
     return found
 
 
@@ -122,7 +123,7 @@ def test_any_layout_loads_what_any_other_saved(which, request):
         assert len(found) == len(APART) * len(pairs.losses)
         for (saved, loaded), (wrong, lost, after) in found.items():
             assert not wrong and not lost, (saved, loaded)
-            expected = pairs.losses[saved]
+            expected = pairs.losses[saved][: len(after)]
             assert max(abs(a - b) for a, b in zip(after, expected, strict=True)) < TOLERANCE, (saved, loaded)
             assert saved != loaded or after == expected, (saved, loaded)
 

@@ -55,7 +55,7 @@ def text_of(run, model, prompt, n):
     return generate(run, prompt, n, temperature=0, logits=logits), torch.cat(seen, 1)
 
 
-def both(config, strategy, length=5, n=4):
+def both(config, strategy, length=5, n=3):
     """How far the logits of a cache are from those without, and whether all ranks write the same."""
     run = parallelize(config, replace(strategy, precision="float64"), seed=3)
     for param in () if strategy.zero == 3 else run.model.parameters():

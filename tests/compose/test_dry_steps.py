@@ -21,7 +21,7 @@ from minitrain.systems.simulate.replay import replay
 
 CONFIG = GPTConfig(vocab_size=64, d_model=32, num_layers=4, num_heads=4)
 HYPER = Hyperparameters(batch_size=16, length=32)
-PIPELINE = Strategy(dp=2, pp=4, tp=2, zero=1, microbatches=8)
+PIPELINE = Strategy(dp=2, pp=4, tp=2, zero=1, microbatches=4)
 
 
 def played(ledgers, on="h100"):

@@ -216,10 +216,8 @@ def test_weight_update_sharding():
         reducer = GradReducer(plain.parameters(), group)
         whole = AdamW([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
         sent, spent = [], []
-        for network, optimizer, update, sums in (
-            (model, zero, zero.optimizer, zero),
-            (plain, whole, whole, reducer),
-        ):
+        ways = (model, zero, zero.optimizer, zero), (plain, whole, whole, reducer)
+        for network, optimizer, update, sums in ways:
             with parallel.Traffic() as ledger:
                 parallel.run_steps(problem, network, group, optimizer, sums)
             with Arithmetic() as work:
@@ -451,12 +449,8 @@ def test_evaluation_gathers_once_and_leaves_nothing_whole():
             y = model(x)
         with zero.whole():
             reading = torch.isfinite(model.scale).all().item()
-        return (
-            (y - Nested()(x)).abs().max().item(),
-            ledger.live_by_kind["buffers"],
-            reading,
-            isinstance(model.scale, ShardedParameter),
-        )
+        far, left = (y - Nested()(x)).abs().max().item(), ledger.live_by_kind["buffers"]
+        return far, left, reading, isinstance(model.scale, ShardedParameter)
 
     for worst, left, readable_inside, unreadable_after in launch.run(rank, ranks=2):
         assert worst < parallel.TOLERANCE and left == 0 and readable_inside and unreadable_after

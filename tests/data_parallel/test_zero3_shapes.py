@@ -79,17 +79,8 @@ class Block(nn.Module):
 
 KINDS = (
     *("plain", "nested", "weight_norm", "weight_norm_by_hook", "view", "view_of_more", "in_place"),
-    *(
-        "view_in_place",
-        "transposed",
-        "gain",
-        "recomputed",
-        "pair",
-        "dict",
-        "dataclass",
-        "stashed",
-        "local_loss",
-    ),
+    *("view_in_place", "transposed", "gain", "recomputed", "pair", "dict", "dataclass", "stashed"),
+    "local_loss",
 )
 BETWEEN = ("", "", "", "", "", "scale", "add", "first", "relu", "recompute", "twice", "skip", "tied", "sine")
 

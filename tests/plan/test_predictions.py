@@ -49,25 +49,25 @@ CASES = {
         4,
     ),
 }  # fmt: skip
+MEMORIES = "pipeline", "dp, tp, pp", "W apart", "stages again"
 
 
 @cache
-def dry(strategy: Strategy, batch: int, rank: int, model: GPTConfig = SMALL):
-    """Ledgers of a forward and backward, and of a whole step when states are there."""
-    return dryrun.run(_step, model, strategy, batch, rank=rank, ranks=strategy.ranks)
+def dry(strategy: Strategy, batch: int, rank: int, model: GPTConfig = SMALL, only: str = ""):
+    """Ledgers of a forward and backward ("passes"), and of a "step" when states are there; or only of one."""
+    return dryrun.run(_step, model, strategy, batch, only, rank=rank, ranks=strategy.ranks)
 
 
-def _step(model, strategy, batch):
+def _step(model, strategy, batch, only):
     run = parallelize(model, strategy, Hyperparameters().make_optimizer)
     shape = dict(batch_size=batch, length=512)
     rows = run.batch(Rows(partial(random_tokens, vocab=model.vocab_size, **shape), **shape), step=0)
     make_states(run)
     with Ledger() as whole:
-        run.step(rows)
+        run.step(rows) if only != "passes" else None
     run.sync.zero_grad()
     with Ledger() as passes:
-        run.forward_backward(rows)
-        run.sync.finish()
+        (run.forward_backward(rows), run.sync.finish()) if only != "step" else None
     return passes, whole
 
 
@@ -83,7 +83,9 @@ def ends(strategy) -> list[int]:
 @pytest.mark.parametrize("case", CASES)
 def test_composed_of_layers_it_is_the_replay_of_all_stages(case):
     strategy, batch = CASES[case]
-    timeline = replay({rank: dry(strategy, batch, rank)[0].events for rank in ends(strategy)}, A100)
+    only = "" if case in MEMORIES else "passes"
+    events = {rank: dry(strategy, batch, rank, only=only)[0].events for rank in ends(strategy)}
+    timeline = replay(events, A100)
     prediction = predict(ours(strategy, batch), work_of, PLAIN)
     composed = prediction.step_s - prediction.parts["optimizer"]
     assert composed == pytest.approx(timeline.step_s, rel=0.05)
@@ -91,12 +93,12 @@ def test_composed_of_layers_it_is_the_replay_of_all_stages(case):
     assert prediction.parts.keys() == set(PARTS)
 
 
-@pytest.mark.parametrize("case", ["pipeline", "dp, tp, pp", "W apart", "stages again"])
+@pytest.mark.parametrize("case", MEMORIES)
 def test_memory_is_the_ledgers(case):
     strategy, batch = CASES[case]
     predicted = by_rank(run := ours(strategy, batch), predict(run, work_of, PLAIN).work)
     for rank, memory in zip(ends(strategy), predicted):
-        real = dry(strategy, batch, rank)[1].peak_by_kind
+        real = dry(strategy, batch, rank, only="")[1].peak_by_kind
         assert memory["parameters"] == real["parameters"]
         # its counters of steps
         assert memory["optimizer state"] == pytest.approx(real["optimizer state"], abs=1000)
@@ -119,7 +121,10 @@ def test_what_the_host_keeps_is_not_in_the_devices_memory(offload, sizes):
     for where in ("none", offload):
         strategy = Strategy(**BUCKETS | sizes, offload=where)
         run = ours(strategy, 8)
-        (memory, *_), ledger = by_rank(run, predict(run, work_of, PLAIN).work), dry(strategy, 8, 0)[1]
+        (memory, *_), ledger = (
+            by_rank(run, predict(run, work_of, PLAIN).work),
+            dry(strategy, 8, 0, only="step")[1],
+        )
         kinds[where] = memory, ledger.peak_by_kind
         assert sum(memory.values()) == pytest.approx(ledger.peak_bytes, rel=0.10)
     (before, counted), (after, left) = kinds["none"], kinds[offload]
@@ -174,7 +179,7 @@ def test_sums_over_the_wires_of_tp_slow_what_is_waited_for(more):
     """A device in each node: gradients travel over the cards that tp waits for."""
     apart = replace(A100, devices_per_node=1, nics_per_node=1)
     strategy = Strategy(dp=4, tp=2, **BUCKETS | more)
-    events = {rank: dry(strategy, 16, rank)[0].events for rank in ends(strategy)}
+    events = {rank: dry(strategy, 16, rank, only="passes")[0].events for rank in ends(strategy)}
     prediction = predict(replace(ours(strategy, 16), machine=apart), work_of, PLAIN)
     together, alone = (replay(events, apart, sharing=sharing).step_s for sharing in (True, False))
     assert prediction.step_s - prediction.parts["optimizer"] == pytest.approx(together, rel=0.02)
