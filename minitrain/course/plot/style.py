@@ -67,7 +67,7 @@ class Picture(Figure):
     alt = ""  # what it shows, for those who cannot see it
 
     def _repr_png_(self) -> tuple[bytes, dict]:
-        width, height = (round(100 * inches) for inches in self.get_size_inches())
+        width, height = (int(200 * inches + 1e-6) // 2 for inches in self.get_size_inches())
         return png(self), {"width": width, "height": height} | ({"alt": self.alt} if self.alt else {})
 
     def savefig(self, *args, **settings) -> None:
