@@ -16,7 +16,7 @@ from minitrain.systems.memory import dtr
 from minitrain.systems.memory.dtr import Dynamic, Evictable
 from minitrain.systems.simulate.eviction import RULES, Evictor, chain, simulate
 
-CONFIG = GPTConfig(vocab_size=32, d_model=16, num_layers=4, num_heads=2)
+CONFIG = GPTConfig(vocab_size=32, d_model=16, num_layers=3, num_heads=2)
 
 
 def gpt(config=CONFIG):

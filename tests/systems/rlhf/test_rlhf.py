@@ -58,10 +58,10 @@ def test_losses():
     assert losses.PreferenceLoss()(torch.tensor([[[2.0]], [[0.0]]]), None).item() == pytest.approx(0.12692801)
 
 
-@pytest.mark.parametrize("method, steps", [("grpo", 16), ("ppo", 24)])
-def test_rlhf_ppo(method, steps):
+@pytest.mark.parametrize("method, steps, demonstrations", [("grpo", 12, 60), ("ppo", 24, 80)])
+def test_rlhf_ppo(method, steps, demonstrations):
     """One seed, a short run: the mean reward rises, and the policy stays near its reference."""
-    told, _ = launch.run(trained, method, steps, 0, 80, 100, ranks=2, timeout_s=300)[0]
+    told, _ = launch.run(trained, method, steps, 0, demonstrations, 100, ranks=2, timeout_s=300)[0]
     first, last = (sum(one.reward for one in some) / 4 for some in (told[:4], told[-4:]))
     assert last > first + 0.05 and all(one.kl < 1 for one in told) and abs(told[0].kl) < 1e-5
 
