@@ -138,11 +138,8 @@ def test_gemini_ckpt(machines, tmp_path):
     # Any set of lost machines that test_every_set_of_machines tries on ranks is judged by the same rule.
     pairs = {rank: {rank ^ 1} for rank in range(16)}
     ring = {rank: {(rank + 1) % 16} for rank in range(16)}
-    share = {
-        (name, k): share_of_sets(peers, k)
-        for name, peers in (("pairs", pairs), ("ring", ring))
-        for k in (2, 3)
-    }
+    both = dict(pairs=pairs, ring=ring)
+    share = {(name, k): share_of_sets(peers, k) for name, peers in both.items() for k in (2, 3)}
     assert share["pairs", 2] == Fraction(14, 15) and share["pairs", 3] == Fraction(4, 5)  # 93.3 % and 80.0 %
     assert share["ring", 2] == Fraction(13, 15) and share["ring", 3] < share["pairs", 3]  # 86.7 %
 

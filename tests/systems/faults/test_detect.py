@@ -283,23 +283,14 @@ def recorded(plans: list[str]) -> list:
             chaos.begin_step(0)
             collectives.barrier(world)
             first = collectives.last_calls()[-1].seq + 1
-            handles = [
-                collectives.all_reduce(
-                    torch.ones(2), world, name=f"layer {i}" if names else None, async_op=True
-                )
-                for i in range(24)
-            ]
+            some = [f"layer {i}" if names else None for i in range(24)]
+            handles = [collectives.all_reduce(torch.ones(2), world, name=n, async_op=True) for n in some]
             for _ in chaos.happened if "skip" in plan else ():
                 collectives.all_reduce(torch.ones(2), world, name="another" if names else None)
             for handle in handles:
                 handle.wait()
-        seen.append(
-            (
-                first,
-                [call for call in collectives.last_calls() if call.seq >= first],
-                len(collectives.last_calls()),
-            )
-        )
+        calls = collectives.last_calls()
+        seen.append((first, [call for call in calls if call.seq >= first], len(calls)))
     return seen
 
 
@@ -336,11 +327,8 @@ def lossy(plan: str, path) -> list:
                 threads += [threading.Thread(target=handle.wait, daemon=True) for handle in handles]
         for thread in threads:
             thread.start()
-        deadline = time.monotonic() + 20
-        while (
-            sum(thread.is_alive() for thread in threads) > plan.count(f">{rank}#")
-            and time.monotonic() < deadline
-        ):
+        deadline, alive = time.monotonic() + 20, lambda: sum(thread.is_alive() for thread in threads)
+        while alive() > plan.count(f">{rank}#") and time.monotonic() < deadline:
             time.sleep(0.02)
     return collectives.read_log(path / str(rank))
 
