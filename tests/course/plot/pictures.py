@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -12,10 +13,11 @@ LONG = "A title that is so long that it would run out of the picture on the righ
 
 
 def check(draw: Callable[[], Figure]) -> None:
-    """Equal calls give equal bytes, and few; everything is inside, and no legend hides data."""
-    figure = draw()
+    """Equal calls give equal bytes, and few; everything is inside, no legend hides data, the reader's style stays."""
+    before, figure = dict(rcParams), draw()
     data = png(figure)
     assert data.startswith(b"\x89PNG") and len(data) < 150_000 and data == png(draw())
+    assert dict(rcParams) == before
     width, height = figure.get_size_inches()
     assert abs(width - 7.2) < 1e-6 and height < 9
     renderer = FigureCanvasAgg(figure).get_renderer()
