@@ -45,8 +45,7 @@ PARTS = {  # the first chapter of each part of the course
     "25": "Networks, clusters, kernels",
     "29": "Published runs",
 }
-# Pages of docs/book/explorers, and the chapters that link to them.
-EXPLORERS = {"collectives": ("02",), "schedules": ("10", "11"), "layout": ("23",), "network": ("26",)}
+EXPLORERS = "collectives", "schedules", "layout", "network"  # pages of docs/book/explorers
 PICTURE = re.compile(r'<picture><source.* srcset="(.+?)"><img alt="(.+?)" src="(.+?)"></picture>')
 LINK = re.compile(r"(?<=\]\()[^()\s]+(?=\))")
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
@@ -109,20 +108,15 @@ class Pages:
                     known = output["metadata"].get(kind, {})
                     image = {"width": f"{known['width']}px"} if "width" in known else {}
                     cell["metadata"]["mystnb"] = {"image": image | {"alt": known.get("alt", "")}}
-        explorers = [title for title, number in explored() if page.startswith(f"notebooks/{number}_")]
-        if explorers:
-            notebook["cells"][0]["source"] += f"\n\n**To play with** {', '.join(explorers)}"
         return json.dumps(notebook)
 
 
-def explored() -> list[tuple[str, str]]:
-    """(link to a page of explorers/ that is there, chapter)"""
+def explored() -> list[str]:
+    """A link to each page of explorers/."""
     found = []
-    for name, chapters in EXPLORERS.items():
-        page = HERE / f"explorers/{name}.html"
-        if page.exists():
-            title = re.search(r"<title>(.*?)(:.*)?</title>", page.read_text())[1]
-            found += [(f"[{title}](site:explorers/{name}.html)", chapter) for chapter in chapters]
+    for name in EXPLORERS:
+        title = re.search(r"<title>(.*?)(:.*)?</title>", (HERE / f"explorers/{name}.html").read_text())[1]
+        found.append(f"[{title}](site:explorers/{name}.html)")
     return found
 
 
@@ -165,7 +159,7 @@ def landing(readme: str) -> str:
             parts | {"Reference": REFERENCE, "More": ["The README <README>", *MORE[1:]]}
         ).items()
     ]
-    links = dict.fromkeys(f"- {link}" for link, _ in explored())
+    links = [f"- {link}" for link in explored()]
     play = "\n".join(["## To play with", "", *links]) if links else ""
     claim = re.search(r"^\*\*.+\*\*$", readme, re.M)[0]
     picture = readme[readme.index("```{image}") : readme.index("## ")]
