@@ -1,13 +1,12 @@
 """Described machines, from datasheets: what a device computes and its links carry, for replay and planners.
 
-Every bandwidth is *per direction*. Vendors print NVLink as the total of both (H100: "900 GB/s" = 450 each
-way) and InfiniBand per direction in bits ("200 Gb/s" = 25 each way): 900 against 25 looks like 36x and is
-18x. Every FLOP rate is *dense*: half of a figure "with sparsity". FP64 is the matrix-unit rate where there is
-one. Latencies are the per-hop constants of NCCL's cost model for a ring with LL128 (src/graph/tuning.cc): 1.9
-us over NVLink, 2.5 us over PCIe, 4.0 us over a network. Not modelled: the switch to their host that two
-devices of a DGX-1 or DGX A100 share. No real machine reaches its datasheet; `dataclasses.replace(m,
-compute_efficiency=0.7)` asks for less. Published: NCCL counts on 20.6 of the 25 GB/s of an H100 NVLink
-(src/graph/topo.h), the DeepSeek-V3 report (section 3.2.2) on 160 of the 200 GB/s of an H800.
+Every bandwidth is *per direction*, every FLOP rate *dense*: half of a figure "with sparsity". Vendors print
+NVLink as the total of both directions (H100: "900 GB/s", 450 each way) and InfiniBand in bits per direction
+("200 Gb/s", 25 each way). FP64 is the matrix-unit rate where there is one. Latencies are per hop, of NCCL's
+cost model for a ring with LL128 (src/graph/tuning.cc): 1.9 us over NVLink, 2.5 us over PCIe, 4.0 us over a
+network. Not modelled: two devices of a DGX-1 or DGX A100 share a switch to their host. No machine reaches its
+datasheet: `dataclasses.replace(m, compute_efficiency=0.7)`. Published: NCCL counts on 20.6 of the 25 GB/s of
+an H100 NVLink (src/graph/topo.h), the DeepSeek-V3 report (section 3.2.2) on 160 of the 200 GB/s of an H800.
 """
 
 import tomllib
@@ -18,7 +17,6 @@ from typing import Any, get_args
 from minitrain.ranks.checks import require_fractions, require_one_of, require_positive, require_positive_ints
 
 GB = 1e9
-
 _SHORT = dict(fp64="float64", fp32="float32", tf32="tfloat32", bf16="bfloat16", fp16="float16", fp8="float8")
 
 
@@ -93,8 +91,7 @@ class Machine:
         place = rank % self.devices_per_node
         return self.node_of(rank), place * self.nics_per_node // self.devices_per_node
 
-    # Per direction, what a device reaches inside its node, what a network card reaches, and a device's share
-    # of its node's cards: in SPMD all devices of a node send at once.
+    # What a device reaches inside its node, a network card, and a device's share of its node's cards.
     intra_bytes_per_s = property(lambda self: self.intra.bandwidth_bytes_per_s * self.network_efficiency)
     nic_bytes_per_s = property(lambda self: self.inter.bandwidth_bytes_per_s * self.network_efficiency)
     inter_bytes_per_s = property(lambda at: at.nic_bytes_per_s * at.nics_per_node / at.devices_per_node)
@@ -112,8 +109,9 @@ def _made(cls: type, given: dict[str, Any], where: str) -> Any:
 
 
 def _value(kind: Any, given: Any, where: str) -> Any:
-    for cls, known in (Device, DEVICES), (Link, LINKS):
+    for cls in (Device, Link):
         if cls in (kind, *get_args(kind)):
+            known = DEVICES if cls is Device else LINKS
             if isinstance(given, dict):
                 return _made(cls, given, f"{where}.")
             require_one_of(known, **{where: given})
@@ -128,11 +126,13 @@ def _value(kind: Any, given: Any, where: str) -> Any:
     return given
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("machines.toml").read_text())
-LINKS, DEVICES, MACHINES = {}, {}, {}
-for _cls, _known in (Link, LINKS), (Device, DEVICES), (Machine, MACHINES):
-    for _name, _given in _TABLES[_cls.__name__.lower()].items():
-        _known[_name] = _made(_cls, {"name": _name} | _given, f"{_name}.")
+def _all(cls: type) -> dict:
+    tables = tomllib.loads(Path(__file__).with_name("machines.toml").read_text())[cls.__name__.lower()]
+    return {name: _made(cls, {"name": name} | given, f"{name}.") for name, given in tables.items()}
+
+
+LINKS, DEVICES = _all(Link), _all(Device)
+MACHINES = _all(Machine)
 
 
 def machine(name: str) -> Machine:
