@@ -90,7 +90,9 @@ def plan(
         if (missing := needs(theirs) - task.room_bytes) > 0:
             echo(f"it does not fit: {missing / 1e9:.1f} GB more than there is room for")
     if explain:
-        echo(f"\nWhere the time of 1 goes:\n{parts_of(best)}")
+        spent = sorted(best.parts.items(), key=lambda item: -item[1])
+        rows = [(part, readable(s), f"{s / best.step_s:.1%}") for part, s in spent if s]
+        echo(f"\nWhere the time of 1 goes:\n{aligned(rows)}")
         echo(f"\nFaster ones need more memory:\n{table(pareto(shown)[:FRONT])}")
     if writer:
         echo()
@@ -106,11 +108,6 @@ def of_other_stacks(fits: list[Prediction], task: Task, work_of: WorkOf) -> Iter
         if winner.run.strategy != near[0]:
             said = f"MFU {winner.mfu:.1%}, {winner.run.strategy}"
             yield f"With {other} the fastest within 25% is another: {said}"
-
-
-def parts_of(one: Prediction) -> str:
-    spent = sorted(one.parts.items(), key=lambda item: -item[1])
-    return aligned([(part, readable(s), f"{s / one.step_s:.1%}") for part, s in spent if s])
 
 
 def write(best: list[Prediction], writer, out: Path | None) -> None:

@@ -160,9 +160,8 @@ def hfu(model_utilisation: float, recomputed_forward: float) -> float:
 
 # ---- memory ----------------------------------------------------------------------------------------------
 # Rajbhandari et al. 2020 (ZeRO), arXiv:1910.02054, sections 3.1 and 5; 2021 (ZeRO-Infinity),
-# arXiv:2104.07857, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2; DeepSeek-AI
-# 2024 (DeepSeek-V3), arXiv:2412.19437, section 3.2.3. As there, mean and deviation of the norms (8 or 16
-# bytes per token) are left out.
+# arXiv:2104.07857, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4 and table 2. As there,
+# mean and deviation of the norms (8 or 16 bytes per token) are left out.
 
 
 def model_state_bytes(parameters: int, *, weight: int = 2, gradient: int = 2, optimizer: int = 12) -> int:

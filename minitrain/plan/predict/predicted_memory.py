@@ -19,6 +19,9 @@ messages), an allocator's rounding and holes, workspaces of kernels and networks
 """
 
 from functools import lru_cache
+from itertools import zip_longest
+
+import numpy
 
 from minitrain.pipeline.schedule import parts
 from minitrain.plan.predict.predicted_pipeline import Layout, in_steady_state, layout_of
@@ -68,21 +71,20 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> tuple[int, 
 
 @lru_cache(maxsize=1 << 12)
 def _most_kept(layout: Layout, work: Work, again: bool, away: bool) -> tuple[float, ...]:
-    effects, most = [_effects(work, numbers, again, away) for numbers in layout.stages], []
-    for actions in _actions(layout):
-        held = high = 0.0
-        for kind, stage in actions:
-            beside, kept = effects[stage][kind]
-            high = max(high, held + beside)
-            held += kept / layout.slices
-            high = max(high, held)
-        most.append(high)
-    return tuple(most)
+    effects, (roles, acts) = [_effects(work, each, again, away) for each in layout.stages], _actions(layout)
+    beside, kept = numpy.array([*(effects[stage][kind] for kind, stage in roles), (0, 0)]).T
+    own = kept[acts] / layout.slices
+    held = own.cumsum(axis=1)
+    return tuple(numpy.maximum(held, held - own + beside[acts]).max(axis=1, initial=0.0).tolist())
 
 
 @lru_cache(maxsize=1 << 12)
-def _actions(layout: Layout) -> tuple[tuple[tuple[str, int], ...], ...]:
-    return tuple(tuple((one.kind, one.stage) for one in parts(rank)) for rank in layout.build().ranks)
+def _actions(layout: Layout) -> tuple[list[tuple[str, int]], numpy.ndarray]:
+    """(kind, stage) of what ranks do, and of each rank in order which of these; -1 is nothing."""
+    roles: dict[tuple[str, int], int] = {}
+    ranks = layout.build().ranks
+    acts = [[roles.setdefault((one.kind, one.stage), len(roles)) for one in parts(rank)] for rank in ranks]
+    return list(roles), numpy.array([*zip(*zip_longest(*acts, fillvalue=-1))])
 
 
 def _effects(work: Work, numbers: tuple[int, ...], again: bool, away: bool) -> dict[str, tuple[int, int]]:

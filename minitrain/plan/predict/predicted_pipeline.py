@@ -154,18 +154,18 @@ def _path(layout: Layout, costs: Costs) -> Counts:
         for need in messages:
             start = sent if (sent := ends[need] + send) > start else start
         ends[at] = start + times[role]
-    counts = [0.0] * (len(KINDS) * len(LAYERS) + 1)
-    at = max(cast.last, key=ends.__getitem__)
+    visits, late, at = [0] * len(cast.passes), 0, max(cast.last, key=ends.__getitem__)
     while True:
-        for number, own in enumerate(cast.passes[cast.roles[at]]):
-            counts[number] += own if number < len(counts) - 1 or costs.blocking else 0
+        visits[cast.roles[at]] += 1
         before = [(ends[need] + send, 1, cast.ranks[need], need) for need in cast.messages[at]]
         if (previous := cast.previous[at]) >= 0:
             before.append((ends[previous], 0, cast.ranks[previous], previous))
         if not before or max(before)[0] <= 0:
-            return tuple(counts)
+            break
         _, sent, _, at = max(before)
-        counts[-1] += sent and not costs.blocking
+        late += sent
+    *counts, blocking = (sum(map(mul, visits, each)) for each in zip(*cast.passes))
+    return (*counts, blocking if costs.blocking else float(late))
 
 
 class _Cast:  # what a schedule's entries are made of: those alike have one role; numbers are places in order
