@@ -106,7 +106,7 @@ def drawn(kind: str, seed: int) -> Scenario:
     job |= dict(held_cap=draw.randint(int(1.05 * max(least.values())), 1_440_000))
     job |= dict(redone_cap=copies - 1, lost_cap=saves - 1, copy_us=COPY_US, save_us=SAVE_US)
     job |= dict(protect_us=COPY_US // copies + SAVE_US // saves + 20)
-    job |= dict(pause_s=pause_s, hung_cap_s=4 * pause_s + 1)
+    job |= dict(pause_s=pause_s, hung_cap_s=8 * pause_s + 7)
     return Scenario(kind, job, faults, tuple(sorted(silent)), step)
 
 
