@@ -48,6 +48,6 @@ def test_a_flip_of_sharded_weights_is_not_noticed_and_an_impatient_launch_ends_w
     played = capstone.play(build, capstone.drawn("flip", 3), dict.fromkeys(SIZES, {"zero": 3}), [2, 4, 2.0])
     worst = max(abs(one - other) for one, other in zip(played.losses, capstone.wanted(build)))
     assert played.segments == [[0, 4]] and worst > 1e-6
-    slow = capstone.drawn("slow", 3)._replace(faults="slow 0 @3-3 forward 1")
-    played = capstone.play(build, slow, dict.fromkeys(SIZES, {"zero": 1}), [2, 4, 0.07])
+    slow = capstone.drawn("slow", 3)._replace(faults="slow 0 @3-3 forward 60")
+    played = capstone.play(build, slow, dict.fromkeys(SIZES, {"zero": 1}), [2, 4, 2.0])
     assert len(played.segments) > 1 and [-1, "hung"] in [line[:2] for line in played.log]

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from glob import glob
 
 import numpy as np
 import torch.distributed as dist
@@ -184,8 +185,8 @@ def team() -> Team:
 
 
 class Hung:
-    """Who is furthest behind, if no member has got on for `hung_s`. Time counts in which none of them was
-    waiting for a core: on a busy machine all are slow, and nobody hangs."""
+    """Who is furthest behind, if no member has got on for `hung_s`. Time counts in which no thread of theirs
+    was waiting for a core: on a busy machine all are slow, and nobody hangs."""
 
     def __init__(self, path: str, hung_s: float):
         self.roll, self.hung_s = Roll(path), hung_s
@@ -195,8 +196,9 @@ class Hung:
         agreed, beats = self.roll.agreed, self.roll.beats
         members = [one for one in self.roll.read()[1] if one in pids and agreed[one] != DONE]
         far = {one: (agreed[one].item(), beats[one].item()) for one in members}
-        before, self.queued = self.queued, {one: queued_s(pids[one]) for one in members}
-        waited = (queued - before.get(one, queued) for one, queued in self.queued.items())
+        threads = {one: glob(f"{pids[one]}/task/*", root_dir="/proc") for one in members}
+        before, self.queued = self.queued, {one: sum(map(queued_s, those)) for one, those in threads.items()}
+        waited = (max(0.0, queued - before.get(one, queued)) for one, queued in self.queued.items())
         self.looked, since = time.monotonic(), self.looked
         self.still_s += max(0.0, self.looked - since - max(waited, default=0.0))
         if far != self.seen or any(agreed == 0 for agreed, _ in far.values()):  # one is still on its way
@@ -210,7 +212,7 @@ class Hung:
 
 
 def queued_s(pid: int | str) -> float:
-    """Seconds that the main thread of a process, or "thread-self", was ready to run and did not; of Linux."""
+    """Seconds that a process's main thread, or "pid/task/thread", was ready to run and did not; of Linux."""
     with suppress(OSError), open(f"/proc/{pid}/schedstat") as file:
         return int(file.read().split()[1]) / 1e9
     return 0.0
