@@ -71,6 +71,7 @@ ON_THE_HOST = {  # where, and why
     "systems/checkpoint/increments.py:put_rows": "what a file has",
     "systems/cluster/trials.py:trained": "drawn on the host, where all of it runs",
     "systems/data_parallel/loss_by_bytes.py:learn": "drawn on the host, where all of it runs",
+    "systems/data_parallel/loss_by_bytes.py:step": "drawn on the host, where all of it runs",
     "systems/data_parallel/loss_by_bytes.py:network": "drawn on the host, where all of it runs",
     "systems/data_parallel/negotiated.py:_ask": "bits, for the network of the host",
     "systems/faults/corruption.py:odd_replicas": "checksums, for the network of the host",

@@ -107,7 +107,7 @@ def lightest_sharing(loads: Tensor, shard: int, width: int) -> int:
 
     def busiest(c: int) -> float:
         here, parts, sent = max(1, num * c // n), max(1, n // (num * c)), loads.new_zeros(n, n)
-        first = torch.arange(num * parts) // here * c  # of the neighbours that gather this part of an expert
+        first = torch.arange(num * parts, device=loads.device) // here * c  # who gather this part
         for r, rows in enumerate(loads):
             sent[r].index_add_(0, first + r % c, rows.repeat_interleave(parts))
         crossing = sent.sum(0) + sent.sum(1) - 2 * sent.diagonal()
