@@ -21,8 +21,6 @@ messages), an allocator's rounding and holes, workspaces of kernels and networks
 from functools import lru_cache
 from itertools import zip_longest
 
-import numpy
-
 from minitrain.pipeline.schedule import parts
 from minitrain.plan.predict.predicted_pipeline import Layout, in_steady_state, layout_of
 from minitrain.plan.predict.training_run import TrainingRun
@@ -48,9 +46,7 @@ def by_rank(run: TrainingRun, work: Work) -> list[dict[str, int]]:
         twice = 2 if run.stack.buckets_apart and strategy.zero == 0 and strategy.microbatches > 1 else 1
         here = [name not in strategy.offloads for name in ("parameters", "optimizer")]
         states = here[0] * kept(3) * weight, kept(2) * gradient * twice, here[1] * kept(1) * optimizer
-        buffers = 0
-        if shards > 1 and strategy.zero == 2:
-            buffers = min(2 * strategy.bucket_bytes, elements * gradient)
+        buffers = min(2 * strategy.bucket_bytes, elements * gradient) * (shards > 1 and strategy.zero == 2)
         if strategy.zero == 3:
             buffers = work.block.parameters * (weight + gradient)
         if strategy.pp > 1:
@@ -71,6 +67,8 @@ def elements_of(work: Work, numbers: tuple[int, ...], tied: bool) -> tuple[int, 
 
 @lru_cache(maxsize=1 << 12)
 def _most_kept(layout: Layout, work: Work, again: bool, away: bool) -> tuple[float, ...]:
+    import numpy  # here, so that help and names need none
+
     effects, (roles, acts) = [_effects(work, each, again, away) for each in layout.stages], _actions(layout)
     beside, kept = numpy.array([*(effects[stage][kind] for kind, stage in roles), (0, 0)]).T
     own = kept[acts] / layout.slices
@@ -79,8 +77,10 @@ def _most_kept(layout: Layout, work: Work, again: bool, away: bool) -> tuple[flo
 
 
 @lru_cache(maxsize=1 << 12)
-def _actions(layout: Layout) -> tuple[list[tuple[str, int]], numpy.ndarray]:
-    """(kind, stage) of what ranks do, and of each rank in order which of these; -1 is nothing."""
+def _actions(layout: Layout) -> tuple:
+    """[(kind, stage), ..] that ranks do, and an array: of each rank in order which of these; -1: nothing."""
+    import numpy
+
     roles: dict[tuple[str, int], int] = {}
     ranks = layout.build().ranks
     acts = [[roles.setdefault((one.kind, one.stage), len(roles)) for one in parts(rank)] for rank in ranks]
