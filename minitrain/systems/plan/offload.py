@@ -217,9 +217,8 @@ def efficiency(flops_per_byte: float, bandwidth_bytes_per_s: float, peak_flops: 
 
 def bandwidth_for(efficiency: float, flops_per_byte: float, peak_flops: float) -> float:
     """Bytes per second that an efficiency asks for."""
-    checks.require_positive(
-        efficiency=efficiency, rest=1 - efficiency
-    )  # without overlap it is between 0 and 1
+    # without overlap it is between 0 and 1
+    checks.require_positive(efficiency=efficiency, rest=1 - efficiency)
     checks.require_positive(flops_per_byte=flops_per_byte, peak_flops=peak_flops)
     return efficiency / (1 - efficiency) * peak_flops / flops_per_byte
 
