@@ -49,9 +49,9 @@ NOT_INITIALIZED = 3  # cuda.h: the driver has not been asked for anything yet
 PR_SET_CHILD_SUBREAPER = 36  # who loses its parent becomes our child, not that of init
 ROUNDS = 100  # of killing what is left: it may fork meanwhile
 # Imported by the helper once the caller or a rank has: a torch.optim optimizer pulls in the first, which
-# takes as long as torch itself, and four ranks doing so at once on two cores take 4 s (so it is imported for
-# a call that speaks of torch.optim, too).
-HEAVY = (COMPILER, "sympy", "pytest", "hypothesis")
+# takes as long as torch itself (so it is imported for a call that speaks of torch.optim, too); autograd that
+# is given a gradient pulls in the second, and sympy with it: 0.6 s in each rank.
+HEAVY = (COMPILER, "torch.fx.experimental.symbolic_shapes", "pytest", "hypothesis")
 # torch.autograd.function.once_differentiable makes a reader's function refer to this module, which cannot be
 # imported: listed here, it travels by its name, and cloudpickle does not take it to pieces.
 sys.modules.setdefault(autograd_functions.__name__, autograd_functions)
