@@ -639,12 +639,7 @@ def distance(outcome: Outcome, reference: Outcome) -> float:
     ), "other parameters"
     pairs = [(outcome.grads[name], reference.grads[name]) for name in outcome.grads]
     pairs += [(outcome.params[name], reference.params[name]) for name in reference.params]
-    pairs.append(
-        (
-            torch.tensor(outcome.losses, dtype=torch.float64),
-            torch.tensor(reference.losses, dtype=torch.float64),
-        )
-    )
+    pairs.append(tuple(torch.tensor(one.losses, dtype=torch.float64) for one in (outcome, reference)))
     return max(
         (ours - theirs).abs().max().nan_to_num(float("inf")).item()
         if ours.shape == theirs.shape

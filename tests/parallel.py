@@ -223,12 +223,7 @@ def difference(outcome: Outcome, reference: Outcome, part: bool = False) -> floa
         assert ours.keys() <= theirs.keys() if part else ours.keys() == theirs.keys()
     pairs = [(outcome.grads[name], reference.grads[name]) for name in outcome.grads]
     pairs += [(outcome.params[name], reference.params[name]) for name in outcome.params]
-    pairs.append(
-        (
-            torch.tensor(outcome.losses, dtype=torch.float64),
-            torch.tensor(reference.losses, dtype=torch.float64),
-        )
-    )
+    pairs.append(tuple(torch.tensor(one.losses, dtype=torch.float64) for one in (outcome, reference)))
     return max((ours - theirs).abs().max().item() for ours, theirs in pairs)
 
 

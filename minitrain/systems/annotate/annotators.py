@@ -82,9 +82,7 @@ class Propagation:
         return plan.place(self.graph, self.axes, self.known, self.chosen)
 
 
-def propagate(
-    graph: Graph, axes: Mapping[str, int], annotations: Mapping[str, Mapping[str, Place]]
-) -> Placed:
+def propagate(graph: Graph, axes: Mapping[str, int], annotations: Mapping[str, Mapping]) -> Placed:
     """From annotations of a few tensors, by tensor and axis, all others follow.
 
     An operator is cut along the letter along which one of its tensors is; its other tensors that have this

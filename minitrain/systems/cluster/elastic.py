@@ -60,9 +60,7 @@ def pollux(worth: Sequence[Sequence[float]], devices: int) -> tuple[list[int], f
     return counts[::-1], best[devices]
 
 
-def sia(
-    worth: Sequence[Mapping[Configuration, float]], capacity: Mapping[str, int]
-) -> dict[int, Configuration]:
+def sia(worth: Sequence[Mapping], capacity: Mapping[str, int]) -> dict[int, Configuration]:
     """{job: configuration} of the largest sum; who is not in it waits. Needs scipy."""
     require_nonempty(worth=worth, capacity=capacity)
     program, costs = IntegerProgram(), {}
@@ -90,9 +88,7 @@ def elastic(speed: Callable[[Job, str, int], float] = Job.rate) -> Policy:
             speeds = {choice: fast for choice in choices if (fast := speed(job, *choice)) > 0}
             age, least = now_s - job.at_s, min(speeds.values(), default=1)
             moved = age / (age + job.restart_s) if job in had and age else 1
-            worth.append(
-                {c: fast / least * (1 if c == had.get(job) else moved) for c, fast in speeds.items()}
-            )
+            worth.append({c: v / least * (1 if c == had.get(job) else moved) for c, v in speeds.items()})
         chosen = {jobs[j]: choice for j, choice in sia(worth, capacity).items()} if any(worth) else {}
         shares = {job: running[job] for job, choice in chosen.items() if had.get(job) == choice}
         free = free_devices(shares.values(), nodes)

@@ -75,9 +75,7 @@ class Outcome:
     mean_jct_s = property(lambda self: sum(self.jct_s.values()) / len(self.jct_s))
 
 
-def simulate(
-    jobs: Sequence[Job], nodes: Sequence[Node], policy: Policy, round_s=None, until_s=inf
-) -> Outcome:
+def simulate(jobs: Sequence[Job], nodes: list[Node], policy: Policy, round_s=None, until_s=inf) -> Outcome:
     """Until all jobs end, nobody works and nobody comes, or `until_s`. The jobs given stay as they are."""
     checks.require_nonempty(jobs=jobs, nodes=nodes)
     checks.require_positive(works_s=[job.work_s for job in jobs], round_s=1 if round_s is None else round_s)

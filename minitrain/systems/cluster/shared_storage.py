@@ -52,9 +52,7 @@ def throughput(most: float, remote: float, cached: float, size: float) -> float:
     return most if cached >= size else min(most, remote / (1 - cached / size))
 
 
-def silod(
-    jobs: Sequence[tuple[float, float]], cache: float, remote: float
-) -> tuple[list[float], list[float]]:
+def silod(jobs: Sequence[tuple], cache: float, remote: float) -> tuple[list[float], list[float]]:
     """(cache, remote bytes/s) of each job (most, size). A byte of cache saves most/size of the remote rate,
     so it goes where that is largest; then each has the same part of the remote rate it still wants."""
     checks.require_nonempty(jobs=jobs)

@@ -69,9 +69,7 @@ def liveput(pipelines: int, stages: int, preempted: int, migrate: bool = True) -
 Layout = tuple[int, int]  # pipelines, stages; (0, 0) waits
 
 
-def proactive(
-    nodes: Sequence[int], layouts: Collection[Layout], rate: Callable, change_s: Callable
-) -> list[Layout]:
+def proactive(nodes: Sequence[int], layouts: Collection[Layout], rate: Callable, change_s: Callable) -> list:
     """Parcae's plan: for each minute of a forecast of `nodes` a layout of so many or fewer, by which most is
     trained: rate(new) per second, but for change_s(old, new) after a change, the minute at most. Dynamic
     programming over the one in use. It may keep a slower one that still fits after the next preemption, or
@@ -87,7 +85,5 @@ def proactive(
     for count in nodes:
         fits = [(0, 0), *(one for one in layouts if one[0] * one[1] <= count)]
         paths = best.items()
-        best = {
-            new: max((done + gain(old, new), [*path, new]) for old, (done, path) in paths) for new in fits
-        }
+        best = {new: max((done + gain(old, new), [*way, new]) for old, (done, way) in paths) for new in fits}
     return max(best.values())[1]

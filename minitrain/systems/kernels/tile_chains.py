@@ -38,9 +38,8 @@ Chain = Sequence[Operator]
 
 def finished(chain: Chain) -> list[frozenset[str]]:
     """[operator] -> loops of earlier operators that it does not have and its producer has summed over."""
-    return [
-        frozenset().union(*(one.loops - set(one.output[1]) for one in chain[:at])) for at in range(len(chain))
-    ]
+    outside = [one.loops - set(one.output[1]) for one in chain]
+    return [frozenset().union(*outside[:at]) for at in range(len(chain))]
 
 
 def outside(chain: Chain) -> list[tuple[int, str, str]]:

@@ -58,9 +58,7 @@ def pulled_forward(act: Callable, wants: "Wants", sizes: list[int], rows: Tensor
     return y, (rows, *matrices, *made)
 
 
-def pulled_backward(
-    act: Callable, wants: "Wants", sizes: list[int], dys, saved, wanted: Sequence[bool]
-) -> tuple:
+def pulled_backward(act: Callable, wants: "Wants", sizes: list[int], dys, saved, wanted: Sequence) -> tuple:
     """Experts arrive once more; the gradients of each go home while the next one works."""
     (dy,), (rows, *rest), (wants_rows, *wanted), where = dys, saved, wanted, slices(sizes)
     matrices, made = rest[: len(wanted)], rest[len(wanted) :]

@@ -139,9 +139,7 @@ def dimension_order(graph: Graph, source: tuple, target: tuple, flow: int = 0) -
     return path
 
 
-def valiant(
-    graph: Graph, source: Node, target: Node, flow: int = 0, middles: Collection[Node] = ()
-) -> Shares:
+def valiant(graph: Graph, source: Node, target: Node, flow=0, middles: Collection[Node] = ()) -> Shares:
     """Over each of these nodes (all switches, if none are given) an equal share."""
     shares, middles = Counter(), middles or graph.switches
     for middle in middles:

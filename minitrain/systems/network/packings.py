@@ -23,9 +23,7 @@ from minitrain.systems.network.graph import Graph, Link, Node
 Tree = dict[Node, Node]  # node -> parent
 
 
-def max_flow(
-    graph: Graph, source: Node, target: Node, rates: Mapping[Link, Number] = {}, most: Number = inf
-) -> Number:
+def max_flow(graph: Graph, source: Node, target: Node, rates: Mapping = {}, most: Number = inf) -> Number:
     """By shortest augmenting paths (Edmonds, Karp 1972), up to `most`. With cables of 1: how many paths share
     none. `rates`: in place of the graph's."""
     room, total = dict(rates or graph.rates), 0

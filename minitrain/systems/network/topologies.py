@@ -96,9 +96,7 @@ def dual_tor(hosts: int, tors: int, aggs: int) -> Graph:
     return Graph(range(hosts), ports + wires)
 
 
-def rails(
-    nodes: int, gpus: int, spines: int, nvlink: Number = 9, rate: Number = 1, by_rail: bool = True
-) -> Graph:
+def rails(nodes: int, gpus: int, spines: int, nvlink: Number = 9, rate: Number = 1, by_rail=True) -> Graph:
     """Nodes with an NVSwitch, a card for each GPU: card g of every node on leaf g, or (`by_rail` False) the
     cards of neighbouring nodes on one leaf. All spines of a leaf together carry what its hosts do. Without
     spines, rail-only, what changes rails does so over NVLink, and GPUs pass it on."""

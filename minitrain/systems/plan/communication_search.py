@@ -117,9 +117,7 @@ def placements(levels: Sequence[int], axes: Sequence[int]) -> list[tuple[tuple[i
     return [(row, *rest) for row, room in zip(rows, rooms) for rest in placements(room, axes[1:])]
 
 
-def placement_s(
-    matrix: Sequence[Sequence[int]], bytes_per_s: Sequence[Number], sizes: Sequence[Number]
-) -> Number:
+def placement_s(matrix: Sequence[Sequence[int]], bytes_per_s: Sequence, sizes: Sequence) -> Number:
     """Seconds of an all-reduce of `sizes` on each axis: rings of shards, innermost level first."""
     require_positive(bytes_per_s=list(bytes_per_s))
     require_nonnegative(sizes=list(sizes))

@@ -141,9 +141,8 @@ def lina(layers: Sequence[tuple[float, float, float]], policy: str, micro_s: flo
             tasks.append(links.Task(f"all-to-all {i}", all_to_alls, transfer, ("link",), before))
             before = (f"all-to-all {i}",)
     run = links.play(tasks, {"link": 1}, by=lambda task: not task.name.startswith("all-to-all"))
-    took = [
-        run.end(f"all-to-all {i}") - run.end(f"compute {i}") for i, (_, sent, _) in enumerate(layers) if sent
-    ]
+    sending = [i for i, (_, sent, _) in enumerate(layers) if sent]
+    took = [run.end(f"all-to-all {i}") - run.end(f"compute {i}") for i in sending]
     last = lambda kinds: max((run.end(name) for name in run.tasks if name.startswith(kinds)), default=0)
     return Step(took, last("reduce"), last(("compute", "all-to-all")))
 

@@ -235,9 +235,8 @@ def completed(pattern: Repetend, m: int, limit: Limit = None, *, most=100_000) -
         begun = [Partial(start, start, ((),) * len(kinds), ())]
         partial = between(begun, [0] * len(late), counts, kinds, limits, most)
         for k in window * len(whole):
-            partial = (
-                [followed(kinds, one, k) for one in partial] if has_room(kinds, limits, k, counts) else []
-            )
+            room = has_room(kinds, limits, k, counts)
+            partial = [followed(kinds, one, k) for one in partial if room]
             counts[k] += 1
         found += between(unbeaten(partial), counts, [m] * len(late), kinds, limits, most)
     if not found:

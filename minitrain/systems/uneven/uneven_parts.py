@@ -56,9 +56,8 @@ def split_block(block: nn.Module, heads: Sequence[int], units: Sequence[int], gr
     checks.require_one_of([int(block.mlp.up.out_features)], units=sum(units))
     of = lambda counts, width: slice(sum(counts[:rank]) * width, sum(counts[: rank + 1]) * width)
     keys, queries = of(heads, config.head_dim), of(heads, config.head_dim * config.num_heads // sum(heads))
-    parts = dict(
-        q=queries, k=keys, v=keys, out=queries, up=of(units, 1), gate=of(units, 1), down=of(units, 1)
-    )
+    up = of(units, 1)
+    parts = dict(q=queries, k=keys, v=keys, out=queries, up=up, gate=up, down=up)
     for owner in (block.attention, block.mlp):
         for name, whole in list(owner.named_children()):
             kind = RowsOfMatrix if name in ("out", "down") else Columns

@@ -54,9 +54,7 @@ def test_mesh_tensorflow():
     }  # fmt: skip
     error, sent_bytes, calls = on_ranks(placed)
     assert error < 1e-12 and sent_bytes == planned_bytes(placed)
-    assert calls == {("all_reduce", "col"): 1, ("all_reduce", "row"): 2}, (
-        "y, and the gradients of both matrices"
-    )
+    assert calls == {("all_reduce", "col"): 1, ("all_reduce", "row"): 2}, "y, and gradients of both matrices"
     assert sent_bytes["all_reduce", "col"] == 2 * (2 - 1) * ROWS * WIDTH * 8
     assert on_ranks(placed, without="all_reduce")[0] > 1e-3
     with pytest.raises(ValueError) as refused:

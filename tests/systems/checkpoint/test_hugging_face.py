@@ -104,11 +104,8 @@ def llama_forward(state, settings):
         q, k, v = turned(q), turned(k).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         x = x + attend(q, k, v).transpose(1, 2).reshape(2, length, -1) @ weight["self_attn.o_proj"].T
         h = norm(x, f"model.layers.{i}.post_attention_layernorm.weight")
-        x = (
-            x
-            + (F.silu(h @ weight["mlp.gate_proj"].T) * (h @ weight["mlp.up_proj"].T))
-            @ weight["mlp.down_proj"].T
-        )
+        h = F.silu(h @ weight["mlp.gate_proj"].T) * (h @ weight["mlp.up_proj"].T)
+        x = x + h @ weight["mlp.down_proj"].T
     return norm(x, "model.norm.weight") @ state.get("lm_head.weight", state["model.embed_tokens.weight"]).T
 
 

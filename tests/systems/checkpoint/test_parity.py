@@ -87,9 +87,7 @@ def test_reft(machines):
     longest = max(share.stat().st_size for share in shares)
     for machine in machines:
         (kept,) = machine.rglob(f"step-*6/{PARITY}")
-        assert longest / 3 <= kept.stat().st_size < longest / 3 + 400, (
-            "1/(n-1) and a header; a copy has it all"
-        )
+        assert longest / 3 <= kept.stat().st_size < longest / 3 + 400, "1/(n-1) and a header; a copy has all"
 
 
 def every_rank(machines):

@@ -74,9 +74,7 @@ def test_perseus():
     points = frontier(larger, energy, shortest, longest)
     assert [span for span, _ in points] == list(range(points[0][0], makespan(larger, shortest) - 1, -1))
     gains = [later - earlier for (_, earlier), (_, later) in zip(points, points[1:])]
-    assert all(0 < a <= b + 1e-9 for a, b in zip(gains, gains[1:])), (
-        "each unit costs more than the one before"
-    )
+    assert all(0 < a <= b + 1e-9 for a, b in zip(gains, gains[1:])), "each unit costs more than the last"
     assert points[-1][1] <= sum(energy(a, d) for a, d in stretched(larger, energy, shortest, longest).items())
 
 

@@ -22,11 +22,8 @@ def test_synergy():
         needs = [draw.randint(1, 9) for _ in range(3)]
         given = synergy([lambda c, need=need: min(1.0, c / need) for need in needs], 9)
         splits = [split for split in product(range(10), repeat=3) if sum(split) <= 9]
-        fair = [
-            s
-            for s in splits
-            if all(a >= b - 1e-12 for a, b in zip(reached(needs, s), reached(needs, [3] * 3)))
-        ]
+        equal = reached(needs, [3] * 3)
+        fair = [s for s in splits if all(a >= b - 1e-12 for a, b in zip(reached(needs, s), equal))]
         assert sum(reached(needs, given)) == pytest.approx(max(sum(reached(needs, split)) for split in fair))
 
 

@@ -98,11 +98,8 @@ def test_collective_library():
         for rank, each in enumerate(seen):
             differences, sent, messages = each["differences"], each["sent"], each["messages"]
             assert max(differences.values()) < 1e-12, differences
-            assert (
-                sent["all_reduce"]
-                == sent["reduce_scatter"] + sent["all_gather"]
-                == Fraction(2 * (n - 1), n) * size
-            )
+            whole = Fraction(2 * (n - 1), n) * size
+            assert sent["all_reduce"] == sent["reduce_scatter"] + sent["all_gather"] == whole
             assert messages["all_reduce"] == messages["reduce_scatter"] + messages["all_gather"]
             assert sent["all_to_all pairwise"] == Fraction(n - 1, n) * size
             assert len(messages["all_to_all pairwise"]) == n - 1

@@ -90,13 +90,11 @@ def test_a_step_lasts_as_long_as_its_busiest_link():
 
     flat = cost_model.flat(alpha_s=1.0, bytes_per_s=10.0)
     assert cost_model.time_s(one_step((0, 1), (2, 3)), 100.0, flat) == 11
-    assert cost_model.time_s(one_step((0, 3), (1, 3)), 100.0, flat) == 21, (
-        "two messages share the port of rank 3"
-    )
+    assert cost_model.time_s(one_step((0, 3), (1, 3)), 100.0, flat) == 21, "two messages, one port: rank 3"
     racks = cost_model.racks([0, 0, 1, 1], near=(1.0, 10.0), far=(2.0, 5.0), oversubscription=2)
     assert cost_model.time_s(one_step((0, 1)), 100.0, racks) == 11
     assert cost_model.time_s(one_step((0, 2)), 100.0, racks) == 22, (
-        "one far port, and the uplink of 2·5/2 bytes a second"
+        "a far port; an uplink of 2·5/2 bytes a second"
     )
     assert cost_model.time_s(one_step((0, 2), (1, 3)), 100.0, racks) == 42, "both through one uplink"
     assert cost_model.time_s(one_step((0, 2), (3, 1)), 100.0, racks) == 22, "up and down are two links"

@@ -101,9 +101,7 @@ def test_steps_and_bytes_of_the_flat_algorithms():
         assert chunks.sent_shares(chunks.mirror(algorithms.binomial_reduce(n)))[0] == height
     for n in (2, 3, 7, 16, 33):
         for build in ALL_REDUCES.values():
-            assert sum(chunks.sent_shares(build(n))) >= 2 * (n - 1), (
-                "below the least that any all-reduce can send"
-            )
+            assert sum(chunks.sent_shares(build(n))) >= 2 * (n - 1), "below the least of any all-reduce"
 
 
 def test_halving_sends_what_a_ring_sends_in_log_steps():

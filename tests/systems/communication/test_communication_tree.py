@@ -12,9 +12,7 @@ from minitrain.systems.communication.chunk_schedule import check, sent_shares
 def test_double_binary_tree():
     for n in range(2, 65):
         trees = algorithms.double_binary_tree(n)
-        assert len(algorithms.inner(trees[0]) & algorithms.inner(trees[1])) <= n % 2, (
-            f"n={n}: a rank works in both trees"
-        )
+        assert len(algorithms.inner(trees[0]) & algorithms.inner(trees[1])) <= n % 2, f"n={n}: one is in both"
         for tree in trees:
             assert tree.count(None) == 1 and max(map(tree.count, range(n))) <= 2, (
                 "a binary tree with one root"

@@ -95,9 +95,7 @@ def test_a_flip_changes_one_bit_where_it_says_so():
         assert ranks[rank][plan][0] == [(1, plans[plan])] and not ranks[rank - 1][plan][0]
         flipped = ranks[rank][plan][2][what].clone()
         assert torch.equal(flip(flipped, ONE, 22 if what == "grad" else 20), clean[2][what])
-    assert [changed(rank, 4, "grad") for rank in range(4)] == [[ONE]] * 4, (
-        "a sum of what was flipped is everybody's"
-    )
+    assert [changed(rank, 4, "grad") for rank in range(4)] == [[ONE]] * 4, "a flipped sum is everybody's"
     assert ranks[0][5][1][0] == clean[1][0] and all(rank[5][1][1] != clean[1][1] for rank in ranks)
     assert ranks[2][6][0] == [(1, plans[6])]
     same = [all(torch.equal(rank[6][2][k], x) for k, x in clean[2].items()) for rank in ranks]

@@ -70,12 +70,10 @@ def test_timely():
             rate += 0.01
         elif rtt_us > 500:
             rate *= 1 - 0.8 * (1 - 500 / rtt_us)
+        elif gradient > 0:
+            rate *= 1 - 0.8 * min(gradient, 1)
         else:
-            rate = (
-                rate * (1 - 0.8 * min(gradient, 1))
-                if gradient > 0
-                else rate + (0.05 if falling >= 5 else 0.01)
-            )
+            rate += 0.05 if falling >= 5 else 0.01
         rate, before = max(rate, 0.01), law.rate
         for _ in range(15):
             hear(law, rtt=rtt_us * US)

@@ -80,19 +80,13 @@ def test_pfc():
     bound = 5 * (100_000 + 2 * 12_500 + 2 * 1000)
     share, (shared, hot, cold) = head_of_line(buffer_bytes=bound)
     assert shared.lost == hot.lost == cold.lost == 0 < shared.pauses and hot.most_queued <= bound
-    assert shared.pauses < 400 / (2 * 2 + 20_000 / 2500), (
-        "on and off are 20 KB apart, which leave at a fifth of the line"
-    )
-    assert abs(share - 100 / 5 / 50) < 0.02, (
-        "five feed the port; behind the first of two, equal packets of the other"
-    )
+    assert shared.pauses < 400 / (2 * 2 + 20_000 / 2500), "20 KB apart, which leave at a fifth of the line"
+    assert abs(share - 100 / 5 / 50) < 0.02, "five feed the port; behind the first of two, equal packets"
     apart, ports = head_of_line(buffer_bytes=bound, per_flow=True, until_us=200)
     assert apart > 0.98 and not any(port.lost for port in ports) and ports[0].pauses
     free, ports = head_of_line(None, buffer_bytes=bound, until_us=200)
     assert free > 0.98 and ports[1].lost > 7_000 and ports[1].most_queued == 635_000
-    assert head_of_line(buffer_bytes=500_000, until_us=100)[1][1].lost, (
-        "without headroom a pause comes too late"
-    )
+    assert head_of_line(buffer_bytes=500_000, until_us=100)[1][1].lost, "no headroom: a pause comes too late"
     assert head_of_line(hosts=0, until_us=50)[0] > 0.93, "nobody crowds the port"
 
 

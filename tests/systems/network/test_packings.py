@@ -43,19 +43,13 @@ def test_flow_is_the_smallest_cut():
 def test_blink_trees():
     """A job gets some GPUs of a DGX-1V: as many trees as its smallest cut, and each allocation broadcasts."""
     count = {}
-    for gpus in (
-        (0, 1, 2, 3),
-        (0, 1, 2, 3, 4),
-        (0, 1, 2, 3, 4, 5),
-        (0, 1, 2, 3, 4, 5, 6, 7),
-        (0, 1, 4, 5, 7),
-    ):
+    for gpus in (range(4), range(5), range(6), range(8), (0, 1, 4, 5, 7)):
         graph = cube_mesh(volta=True).without(*set(range(8)) - set(gpus))
         trees = spanning_trees(graph, 0)
         check_trees(graph, 0, trees)
         assert len(trees) == min(smallest_cut(graph, 0, other) for other in gpus[1:])
         count[len(gpus)] = count.get(len(gpus), len(trees))
-        if gpus == tuple(range(len(gpus))):
+        if gpus == range(len(gpus)):
             program = Program(len(gpus), len(trees))  # a chunk of its own in each tree, parents first
             for index, tree in enumerate(trees):
                 for rank, parent in tree.items():

@@ -168,11 +168,8 @@ def test_torus_tpuv2_v3():
         graph = torus(k, k)
         far = max(graph.distances((0, 0)).values())  # of any chip: all are alike
         half = [(x, y) for x, y in graph.hosts if x < k // 2]
-        assert (
-            (len(graph.hosts), far, graph.cut(half))
-            == (chips, diameter, links)
-            == (k * k, 2 * (k // 2), 2 * k)
-        )
+        wanted = (chips, diameter, links)
+        assert (len(graph.hosts), far, graph.cut(half)) == wanted == (k * k, 2 * (k // 2), 2 * k)
 
 
 def test_tpuv4_3d_torus():
@@ -200,11 +197,8 @@ def test_tpuv4_ocs():
     for healthy in (range(8), range(5, 61, 7), [63, 2, 40, 11, 12, 13, 9, 8]):
         joined = circuits(list(healthy), (2, 2, 2))
         ports = [(cube, axis, side) for a, b, axis in joined for cube, side in ((a, "+"), (b, "-"))]
-        assert (
-            len(joined) == 24
-            and len(set(ports)) == len(ports)
-            and {cube for cube, *_ in ports} == set(healthy)
-        )
+        assert len(joined) == 24 and len(set(ports)) == len(ports)
+        assert {cube for cube, *_ in ports} == set(healthy)
         graph = cubes(list(healthy), (2, 2, 2))
         assert spread(graph, graph.hosts[77]) == wanted
     with pytest.raises(ValueError, match="takes 8 cubes"):
@@ -222,11 +216,8 @@ def test_hammingmesh():
     one, other = next((a, b) for i, a in enumerate(cycles) for b in cycles[:i] if not a & b)
     assert len(one) == len(other) == 16 and len(one | other) == len(torus(4, 4).rates) // 2
     for board in (1, 2, 3):
-        assert (
-            graph.distances((0, 0, 0, 1))[0, board, 0, 0]
-            == 2
-            == graph.distances((0, 0, 1, 0))[board, 0, 0, 0]
-        )
+        along, across = graph.distances((0, 0, 0, 1)), graph.distances((0, 0, 1, 0))
+        assert along[0, board, 0, 0] == across[board, 0, 0, 0] == 2
 
 
 # ---- trees of switches ------------------------------------------------------------------------------------

@@ -110,9 +110,7 @@ def test_a_block():
     assert time(wide, halves) <= time(wide, every) < time(wide, every, wrapped(wide, every))
     middle = block_graph(64, 512, device, heads=8)
     every = all_half(middle)
-    assert time(middle, every) < time(middle, ()) < time(middle, every, wrapped(middle, every)), (
-        "casts cancel it"
-    )
+    assert time(middle, every) < time(middle, ()) < time(middle, every, wrapped(middle, every)), "casts cost"
     assert (len(wrapped(middle, every)), len(casts(middle, every))) == (26, 12)
     assert not cheapest(narrow) & {"q", "k", "v", "out", "up", "down"}
     assert time(narrow, cheapest(narrow)) <= time(narrow, ()) < time(narrow, all_half(narrow))

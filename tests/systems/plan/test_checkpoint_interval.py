@@ -76,9 +76,7 @@ def test_young_and_daly_against_a_simulated_job(save_s):
         assert found[factor] == pytest.approx(plan.waste(interval_s, save_s, LLAMA_S, 120.0), rel=0.02)
     assert found[1] < min(found[1 / 3], found[3])
     best = plan.exact_s(save_s, LLAMA_S) / plan.young_s(save_s, LLAMA_S)
-    assert best == pytest.approx({10: 0.986, 60: 0.966, 300: 0.924}[save_s], abs=5e-4), (
-        "the interval is less close"
-    )
+    assert best == pytest.approx({10: 0.986, 60: 0.966, 300: 0.924}[save_s], abs=5e-4)
     assert found[1] / sqrt(2 * save_s / LLAMA_S) == pytest.approx(
         1 + 120 / sqrt(2 * save_s * LLAMA_S), rel=0.12
     )

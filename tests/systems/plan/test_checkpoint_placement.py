@@ -34,9 +34,7 @@ def test_every_machine_holds_its_own_state_and_as_many_as_others():
             assert all(i in held and len(held) == replicas for i, held in placement.items())
             held_by = [sum(i in held for held in placement.values()) for i in range(machines)]
             assert held_by == [replicas] * machines
-    assert [*map(list, place.groups(7, 2))] == [[0, 1], [2, 3], [4, 5, 6]], (
-        "mixed: what is left joins the last"
-    )
+    assert [*map(list, place.groups(7, 2))] == [[0, 1], [2, 3], [4, 5, 6]], "mixed: the rest joins the last"
 
 
 def test_groups_of_whole_size_are_best_of_all_placements():

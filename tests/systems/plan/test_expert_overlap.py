@@ -46,9 +46,7 @@ def test_pipemoe(name):
 
 
 def test_without_gain_nothing_is_cut():
-    assert expert_overlap.pipemoe_degree(10, overlap.Line(0, 1), overlap.Line(0, 0)) == 1, (
-        "all r take the same time"
-    )
+    assert expert_overlap.pipemoe_degree(10, overlap.Line(0, 1), overlap.Line(0, 0)) == 1, "all r as fast"
 
 
 def shortest(tasks, chunks):

@@ -51,9 +51,7 @@ def test_a_pool_is_switched_by_placement_alone():
     """
     every = expert_pools.grids(8, LAYER, 1, GIB)
     assert len(every) == 10 and {grid.dp * grid.ep * grid.tp for grid in every} == {8}
-    assert {grid.ep for grid in expert_pools.grids(6, LAYER, 1, GIB)} == {1, 2}, (
-        "8 experts on 3 places are uneven"
-    )
+    assert {grid.ep for grid in expert_pools.grids(6, LAYER, 1, GIB)} == {1, 2}, "8 on 3 places are uneven"
     held = {grid: shards(grid, owners(8, grid.ep), LAYER) for grid in every}
     moved = 0
     for grid, other in product(every, repeat=2):

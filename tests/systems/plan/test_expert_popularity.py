@@ -49,9 +49,7 @@ def _loads(loads, holders, ranks):
 def test_the_popular_have_replicas_and_the_others_share_a_rank():
     assert expert_pools.placed([60, 20, 20, 20], 3, 2) == ((0, 1, 2), (0,), (1,), (2,)), "40 rows on each"
     assert expert_pools.placed([90, 10, 10, 10], 4, 3) == ((0, 1, 2), (3,), (3,), (3,)), "30 rows on each"
-    assert expert_pools.placed([40, 40, 40, 40], 4, 3) == ((0,), (1,), (2,), (3,)), (
-        "as few replicas as will do"
-    )
+    assert expert_pools.placed([40, 40, 40, 40], 4, 3) == ((0,), (1,), (2,), (3,)), "as few as will do"
     assert expert_pools.placed([0, 0], 2, 1) == ((0,), (1,))
     assert expert_pools.placed([8, 1], 2, 1) == ((0,), (1,)), "no slot is left for a replica"
     assert expert_pools.placed([8, 1], 2, 2) == ((0, 1), (0, 1)), "two slots more, and a half of each is even"

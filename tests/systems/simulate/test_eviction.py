@@ -107,11 +107,7 @@ def test_counts_by_hand():
     for rule in RULES:
         tight = Evictor(3, rule)
         x = tight.constant(1)
-        kept = [
-            tight.run("empty", [x], [0], 1)[0],
-            tight.run("y", [x], [2], 1)[0],
-            tight.run("z", [x], [2], 1)[0],
-        ]
+        kept = [tight.run(name, [x], [size], 1)[0] for name, size in (("empty", 0), ("y", 2), ("z", 2))]
         assert [block.resident for block in kept] == [True, False, True], rule
 
 
@@ -270,9 +266,7 @@ def test_coop(recorded):
         stranded[part], costs[part] = dtr.stranded_bytes, (coop.recomputed_cost, dtr.recomputed_cost)
         assert coop.looked > 500 and coop.evictions > 0
     assert max(stranded.values()) > 0.2 * peak_bytes
-    assert sum(coop for coop, _ in costs.values()) < sum(dtr for _, dtr in costs.values()), (
-        "not at every limit"
-    )
+    assert sum(coop for coop, _ in costs.values()) < sum(dtr for _, dtr in costs.values())
 
 
 def test_megtaichi(recorded):

@@ -23,9 +23,7 @@ def test_a_job_by_hand():
     assert simulate(35, 10, [], disk=DISK) == Outcome(35, 6, 0, 0, 0, 0)
     out = simulate(35, 10, at(30, 38), disk=DISK)
     assert out == Outcome(35, 6, 6 + 3, 10, 2, 2) and out.elapsed_s == 60 and out.waste == 1 - 35 / 60
-    assert simulate(35, 10, at(30, 32), disk=DISK) == Outcome(35, 6, 6, 2 + 5, 2, 2), (
-        "in the middle of a restart"
-    )
+    assert simulate(35, 10, at(30, 32), disk=DISK) == Outcome(35, 6, 6, 2 + 5, 2, 2), "amid a restart"
     assert simulate(30, 10, at(34), disk=DISK).failures == 0, "no save at the very end: it was over at 34"
     assert simulate(30, 10, at(33.5), disk=DISK) == Outcome(30, 4, 9.5, 5, 1, 1)
 

@@ -33,10 +33,8 @@ def race(problem: Problem) -> list[Row]:
     free, soap = replace(problem, memory_bytes=inf), replace(problem, shardings=("dp", "col", "row"))
     slowest = min(level.bytes_per_s for level in problem.levels)
     flat = replace(problem, levels=(Level(problem.devices, slowest),))  # one axis over all devices
-    tree, again = (
-        staged.tree_options(problem),
-        staged.tree_options(problem, staged.with_recomputation(problem)),
-    )
+    tree, recomputed = staged.tree_options(problem), staged.with_recomputation(problem)
+    again = staged.tree_options(problem, recomputed)
     by_slowest = every_plan(problem, staged.families_of(problem), time=lambda times, _: max(times))
     even, equal = staged.even_cuts(problem), every_run(problem)
     products, two = as_products(flat), programs.pipeline_program(*halves(problem))

@@ -6,6 +6,7 @@
 Piper      the least time of the slowest stage: F with join = max; inside, fronts of (dp, tp)
 Alpa       T: for each t_max the least sum of stages no slower; inside, one-hot picks s_i and e_ij of pairs
              min  sum s_i·node_i + sum e_ij·edge_ij    rows and columns of e_ij add up to s_i and s_j
+           `clusters` of operators come first: about as many FLOPs, as few bytes between them as can be
 Galvatron  a decision tree: pipeline degree, then dp, sdp and tp on the levels left, each kind in one run of
            levels, dp never with sdp; cuts are even. BMW recomputes, and moves layers off the slowest stage
 Aceso      the bottleneck (most bytes if too many, else the slowest) gives a layer to a neighbour, swaps
@@ -15,7 +16,7 @@ T is exact for GPipe with backwards as many times their forwards (proved against
 takes up to a fifth less. Stage i of S holds min(B, S - i) microbatches; messages are 1/d at each device.
 Tarnawski et al. 2021 (Piper), NeurIPS; Zheng et al. 2022 (Alpa), arXiv:2201.12023, sections 4.2 to 5.2; Miao
 et al. 2022 (Galvatron), arXiv:2211.13878; Wang et al. 2023 (BMW), arXiv:2307.02031; Liu et al. 2024 (Aceso),
-EuroSys. Differs: chains; Piper is exact inside; Alpa's layers are given; no overlap; Aceso ranks nothing.
+EuroSys. Differs: chains; Piper is exact inside; no overlap; Aceso ranks nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,13 +27,13 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from minitrain.pipeline.partition import balanced
-from minitrain.ranks.checks import require_positive
+from minitrain.ranks.checks import require_nonnegative, require_positive, require_positive_ints
 from minitrain.systems.plan.integer_program import IntegerProgram
 from minitrain.systems.plan.search.layerwise import frontier
 from minitrain.systems.plan.search.problem import (
     SHARED,
     Graph,
-    Level,
+    Layer,
     Option,
     Problem,
     SearchResult,
@@ -41,7 +42,7 @@ from minitrain.systems.plan.search.problem import (
 
 Run = tuple[range, int]  # layers and devices of a stage
 Cut = tuple[Run, ...]
-Families = Callable[[Sequence[Level]], list[list[Option]]]  # a stage's layers take their options from one
+Families = Callable[[Sequence], list[list[Option]]]  # of levels; a stage's layers take options from one
 
 
 class Stage(NamedTuple):
@@ -140,9 +141,7 @@ def stage_graphs(problem: Problem, run: Run, behind: int, families: Families | N
     return [problem.graph(layers, devices, [options] * len(layers), in_flight=held) for options in every]
 
 
-def every_plan(
-    problem: Problem, families: Families | None = None, among=None, time=pipelined
-) -> SearchResult:
+def every_plan(problem: Problem, families=None, among=None, time=pipelined) -> SearchResult:
     """The fastest of all plans, or of cuts `among` them, of equal ones the first. `time` grows with each
     stage's, so a stage is priced with all its choices once, wherever it stands. Looked at: plans."""
 
@@ -246,9 +245,35 @@ def intra(graph: Graph, memory_bytes: float = inf) -> tuple[float, tuple[int, ..
     return graph.cost(picks), picks
 
 
-def alpa(problem: Problem) -> SearchResult:
-    """`cost`: seconds of a step. Looked at: entries of integer programs and of the tables F."""
-    looked_at = 0
+def clusters(layers: Sequence[Layer], groups: int, slack: float = 0.5) -> list[range]:
+    """Runs of layers, each of at most (1 + slack) times the mean FLOPs, of which the widest input behind the
+    first is as narrow as can be; of such those with the least sum of squared FLOPs."""
+    require_positive_ints(len(layers), groups=groups)
+    require_nonnegative(slack=slack)
+    most = (1 + slack) * sum(layer.flops for layer in layers) / groups
+
+    @cache
+    def evenest(end: int, left: int, widest: int) -> tuple[float, tuple[range, ...]]:
+        found = [(inf if end or left else 0.0, ())]
+        for start in range(end) if left else ():
+            work = sum(layer.flops for layer in layers[start:end])
+            if work <= most and (start == 0 or layers[start].takes <= widest):
+                squares, runs = evenest(start, left - 1, widest)
+                found.append((squares + work**2, (*runs, range(start, end))))
+        return min(found, key=itemgetter(0))
+
+    for widest in sorted({layer.takes for layer in layers}):
+        squares, runs = evenest(len(layers), groups, widest)
+        if squares < inf:
+            return list(runs)
+    raise ValueError(f"no {groups} groups of these layers are even within {slack=}; give more slack")
+
+
+def alpa(problem: Problem, into: Sequence[range] | None = None) -> SearchResult:
+    """`cost`: seconds of a step. Looked at: entries of integer programs and of the tables F. Stages are made
+    of whole clusters, `into`, by default of layers."""
+    looked_at, layers = 0, len(problem.layers)
+    ends = {0, *(run.stop for run in into)} if into else {*range(layers + 1)}
 
     @cache
     def unlimited(run: Run) -> tuple[float, tuple[int, ...]]:
@@ -260,6 +285,8 @@ def alpa(problem: Problem) -> SearchResult:
     @cache
     def stage(run: Run, behind: int) -> tuple[float, tuple]:
         """Solved again only if the fastest does not fit beside so many microbatches."""
+        if not {run[0].start, run[0].stop} <= ends:
+            return inf, ()
         (graph,) = stage_graphs(problem, run, behind)
         solved = unlimited(run)
         if graph.bytes(solved[1]) > problem.memory_bytes:
@@ -273,8 +300,7 @@ def alpa(problem: Problem) -> SearchResult:
         looked_at += 1
         return here + rest
 
-    layers, again = len(problem.layers), problem.microbatches - 1
-    runs = (range(*ends) for ends in combinations(range(layers + 1), 2))
+    again, runs = problem.microbatches - 1, (range(*both) for both in combinations(sorted(ends), 2))
     every = product(product(runs, sizes_of(problem)), range(min(layers, problem.devices)))
     best: tuple[float, Plan] = (inf, ())
     for slowest in sorted({stage(*one)[0] for one in every} - {inf}):
@@ -296,9 +322,8 @@ def tree_shardings(shardings: Sequence[str], levels: int) -> list[tuple[str, ...
 
 def tree_options(problem: Problem, again: Sequence[bool] = (False,)) -> Families:
     """`again`: Galvatron never recomputes, BMW chooses it for each layer (`with_recomputation`)."""
-    return lambda levels: [
-        [Option(one, a) for one in tree_shardings(problem.shardings, len(levels)) for a in again]
-    ]
+    kinds = problem.shardings
+    return lambda levels: [[Option(one, a) for one in tree_shardings(kinds, len(levels)) for a in again]]
 
 
 def even_cuts(problem: Problem) -> list[Cut]:

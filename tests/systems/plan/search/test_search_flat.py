@@ -21,9 +21,8 @@ def drawn_graph(seed, layers, options, edges):
     row = lambda: [draw.randint(0, 99) for _ in range(options)]
     names = [problems.Option((str(i),)) for i in range(options)]
     matrix = {edge: [row() for _ in range(options)] for edge in edges}
-    return problems.Graph(
-        [names] * layers, [row() for _ in range(layers)], matrix, [row() for _ in range(layers)]
-    )
+    rows = lambda: [row() for _ in range(layers)]
+    return problems.Graph([names] * layers, rows(), matrix, rows())
 
 
 def test_exhaustive():
@@ -158,10 +157,8 @@ def test_tofu():
         assert found.cost == best.cost and best.looked_at == 4**5 and found.looked_at == 2 * 2 * 8 * 9
     assert layerwise.tofu(problems.example()).cost == layerwise.every_halving(problems.example()).cost
     for seed in range(4):
-        assert (
-            fetched(chain(seed, layers=2, rows=16), seed)
-            == layerwise.tofu(chain(seed, layers=2, rows=16)).cost
-        )
+        sixteen = chain(seed, layers=2, rows=16)
+        assert fetched(sixteen, seed) == layerwise.tofu(sixteen).cost
     with pytest.raises(ValueError, match="2 on each"):
         layerwise.tofu(problems.example(levels=(problems.Level(4, 1.0),)))
 
@@ -254,11 +251,8 @@ def test_autoddl():
     traps = []
     for seed in range(6):
         problem = chain(seed)
-        found, best, graph = (
-            autoddl(problem),
-            problems.exhaustive(problem, "bytes"),
-            problem.graph(unit="bytes"),
-        )
+        found, graph = autoddl(problem), problem.graph(unit="bytes")
+        best = problems.exhaustive(problem, "bytes")
         assert found.cost == best.cost and found.looked_at < best.looked_at / 10
         draw = random.Random(seed)
         for _ in range(5):

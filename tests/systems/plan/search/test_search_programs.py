@@ -5,7 +5,9 @@ from itertools import product
 
 import numpy
 import pytest
+import torch
 
+from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT
@@ -41,9 +43,9 @@ def test_unity():
     broken = closure(MLP, (programs.parallel, wrong))
     assert not all((run(one, arrays, 4) == run(MLP, arrays, 1)).all() for one in broken)
     better = []
-    for rows, width, inner, launch in product((16, 256, 4096), (128, 1024), (128, 1024), (0, 2.0**-17)):
+    for rows, width, inner, call_s in product((16, 256, 4096), (128, 1024), (128, 1024), (0, 2.0**-17)):
         shapes = {"x": (rows, width), "a": (width, inner), "b": (width, inner), "c": (inner, width)}
-        rates = programs.Rates(4, 2.0**42, 2.0**34, launch)
+        rates = programs.Rates(4, 2.0**42, 2.0**34, call_s)
         joint, first = programs.optimize(GATED, shapes, rates), programs.sequential(GATED, shapes, rates)
         assert joint.cost == programs.every_graph(GATED, shapes, rates).cost <= first.cost
         assert joint.cost == programs.seconds(joint.choice, shapes, rates) and joint.looked_at <= 105
@@ -60,6 +62,57 @@ def test_unity_looks_at_no_more_than_it_may():
     alone = programs.optimize(GATED, shapes | {"b": (8, 12)}, replace(rates, devices=1), (programs.algebra,))
     then = programs.optimize(alone.choice, shapes | {"b": (8, 12)}, rates, (programs.parallel,))
     assert first == (then.choice, then.cost, alone.looked_at + then.looked_at)
+
+
+def test_unity_plans_train():
+    """Of both graphs the plans found for few rows and for many, on two ranks: parameters after two steps of gradient
+    descent are those of the graph as it was written, in one process."""
+    draw = torch.Generator().manual_seed(0)
+    shapes, plans = {"x": (8, 8), "a": (8, 32), "b": (8, 32), "c": (32, 8)}, []
+    start = {name: torch.randn(s, generator=draw, dtype=torch.float64) / 4 for name, s in shapes.items()}
+    for graph, rows in product((MLP, GATED), (8, 2**16)):
+        rates = programs.Rates(2, 2.0**36, 2.0**33, 2.0**-17)
+        plans.append((graph, programs.optimize(graph, shapes | {"x": (rows, 8)}, rates).choice))
+    assert {plan[0] for _, plan in plans} == {"reduce", "combine"}, "by columns and rows; by the batch"
+    for (graph, _), *ranks in zip(plans, *launch.run(lambda: [trained(p, start) for _, p in plans], ranks=2)):
+        for found, wanted in product(ranks, [trained(graph, start)]):
+            assert max((found[name] - wanted[name]).abs().max() for name in "abc") < 1e-12
+
+
+def trained(graph, start):
+    weights = {name: value.clone().requires_grad_(name != "x") for name, value in start.items()}
+    for _ in range(2):
+        loss = on_rank(graph, weights).square().mean()
+        loss.backward()
+        for weight in weights.values():
+            if weight.grad is not None:
+                weight.data -= 0.1 * weight.grad
+                weight.grad = None
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def on_rank(g, arrays):
+    match g:
+        case ("input" | "weight", name):
+            return arrays[name]
+        case ("partition", dim, x):
+            return collectives.scatter_to(on_rank(x, arrays), collectives.world(), dim)
+        case ("replicate", x):
+            return collectives.copy_to(on_rank(x, arrays), collectives.world())
+        case ("combine", dim, x):
+            return collectives.gather_from(on_rank(x, arrays), collectives.world(), dim)
+        case ("reduce", x):
+            return collectives.reduce_from(on_rank(x, arrays), collectives.world())
+    return ON_TENSORS[g[0]](*(on_rank(x, arrays) for x in g[1:]))
+
+
+ON_TENSORS = {
+    "matmul": torch.matmul,
+    "mul": torch.mul,
+    "relu": torch.relu,
+    "beside": lambda x, y: torch.cat((x, y), 1),
+    "glu": lambda x: torch.mul(*x.chunk(2, 1)),
+}
 
 
 def test_unity_prices():
@@ -189,9 +242,7 @@ def test_deepspeed_autotuning():
         simulated.autotune(replace(problem, memory_bytes=1))
     alike, ran = replace(example(), memory_bytes=2**40), []
     found = simulated.autotune(alike, lambda config: ran.append(config) or 1.0)
-    assert ran == simulated.grid(alike) and found == (ran[0], 1.0, len(ran)), (
-        "as fast is not slower; the first"
-    )
+    assert ran == simulated.grid(alike) and found == (ran[0], 1.0, len(ran)), "as fast is not slower"
     assert simulated.grid(alike)[:3] == [simulated.Config(0, rows) for rows in (1024, 512, 256)]
     full = replace(example(), memory_bytes=simulated.memory(example(), simulated.Config(3, 1)))
     assert simulated.autotune(full).choice == simulated.every_config(full).choice == simulated.Config(3, 1)

@@ -1,15 +1,18 @@
 """Searches for stages: each against every plan of its space, and the time of a step against a simulation."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from math import inf
 
 import pytest
 
+from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
 from minitrain.systems.plan.search import staged
+from minitrain.systems.plan.search.layerwise import tensoropt
 from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, every, example, linear
+from minitrain.systems.plan.search.programs import pipeline_program, search
 from minitrain.systems.plan.search.race import every_run
 from minitrain.systems.plan.search.staged import aceso, primitives, resized, slowest, starts
 from tests import parallel
@@ -139,23 +142,54 @@ def test_alpa():
     check_megatron()
 
 
+def test_alpa_clusters():
+    """Of all runs within the slack those whose widest input is narrowest, then those of most even FLOPs; stages of
+    whole clusters are the best that such stages can be, at a fraction of the work."""
+    for seed, groups, slack in product(range(4), (2, 3, 4), (0.2, 1.0)):
+        layers, found = chain(seed, layers=7).layers, []
+        for cut in combinations(range(1, 7), groups - 1):
+            runs = [layers[a:b] for a, b in pairwise((0, *cut, 7))]
+            work = [sum(layer.flops for layer in run) for run in runs]
+            if max(work) * groups <= (1 + slack) * sum(work):
+                found.append((max(layers[at].takes for at in cut), sum(one**2 for one in work), cut))
+        if found:
+            assert [run.start for run in staged.clusters(layers, groups, slack)[1:]] == [*min(found)[2]]
+        else:
+            with pytest.raises(ValueError, match="give more slack"):
+                staged.clusters(layers, groups, slack)
+    problem = chain(0, layers=6, shardings=("dp", "col"))
+    into = staged.clusters(problem.layers, 3, 1.0)
+    whole = {0, *(run.stop for run in into)}
+    among = [cut for cut in staged.all_cuts(problem) if all(run.stop in whole for run, _ in cut)]
+    found, free = staged.alpa(problem, into), staged.alpa(problem)
+    assert found.cost == staged.every_plan(problem, among=among).cost <= 1.1 * free.cost
+    assert found.looked_at < free.looked_at / 5
+
+
 def test_found_plans_train_as_one_process():
-    """On four ranks: the stages that Alpa, Galvatron and Aceso find, each with tensors over its two devices."""
-    gpt = Problem(
-        (block("block", 32, 128),) * 4, 8, (Level(2, 2.0**26), Level(2, 2.0**35)), 2.0**44, microbatches=4
-    )
-    toy = parallel.Problem(config=parallel.small(num_layers=4), batch_sizes=(8, 7), microbatches=4)
-    reference, cuts = parallel.one_process(toy), set()
-    for search in (staged.alpa, staged.galvatron, staged.aceso):
-        plan = search(replace(gpt, shardings=("dp", "tp"))).choice
-        assert {(stage.devices, option.shardings) for stage in plan for option in stage.options} == {
-            (2, ("tp",))
-        }
+    """On ranks: the stages that Alpa, Galvatron, Aceso and Piper find, each with its devices, data- or tensor-parallel;
+    the shardings of TensorOpt's fastest point; the orders that nnScaler finds for two devices."""
+    levels = Level(2, 2.0**26), Level(2, 2.0**35)
+    gpt = Problem((block("block", 32, 128),) * 4, 8, levels, 2.0**44, microbatches=4, shardings=("dp", "tp"))
+    toy = parallel.Problem(config=parallel.small(num_layers=4), batch_sizes=(9,), microbatches=4)
+    reference, wide = parallel.one_process(toy), (Level(2, 2.0**34), levels[1])
+    even = staged.piper(replace(gpt, rows=64, levels=wide, flops_per_s=2.0**40)).choice
+    (shardings,) = {option.shardings for option in tensoropt(replace(gpt, rows=64)).choice[0][2]}
+    shape, plans = {kind: 2 ** shardings.count(kind) for kind in ("dp", "tp")}, set()
+    assert shape == {"dp": 2, "tp": 2}
+    runs = [dict(shape=shape | {"pp": 1}, schedule=one_f_one_b(1, 4))]
+    for plan in (even, *(find(gpt).choice for find in (staged.alpa, staged.galvatron, staged.aceso))):
+        ((kind,),) = {option.shardings for stage in plan for option in stage.options}
         ends = [0, *(stage.layers.stop + 1 for stage in plan[:-1]), 6]  # embedding first, head last
-        cuts.add(tuple(range(*pair) for pair in pairwise(ends)))
-    assert len(cuts) == 2
-    for cut in cuts:
-        how = dict(shape=dict(dp=1, pp=2, tp=2), schedule=one_f_one_b(2, 4), cuts=[*cut])
+        plans.add((kind, *ends))
+    for kind, *ends in plans:
+        shape, cuts = {"dp": 1, "tp": 1, "pp": 2, kind: 2}, [range(*pair) for pair in pairwise(ends)]
+        runs.append(dict(shape=shape, schedule=one_f_one_b(2, 4), cuts=cuts))
+    assert sorted(plans) == [("dp", 0, 3, 6), ("tp", 0, 3, 6), ("tp", 0, 4, 6)]
+    found = search(*pipeline_program(1, 1)).choice.items()
+    order = [[Action(n[0], int(n[1]), int(n[3])) for n, one in found if one.device == d] for d in range(2)]
+    runs.append(dict(shape=dict(dp=1, pp=2), schedule=Schedule("nnScaler", order, 2, 2)))
+    for how in runs:
         assert parallel.pipeline_difference(toy, reference=reference, **how) < parallel.TOLERANCE
 
 
