@@ -5,7 +5,7 @@ Tests run side by side, and ranks beside them: threads of a caller's small sums 
 draws the same examples in every run and never looks at the clock: a test that fails does so again.
 
 Ranks compare the headers of collectives, as many messages again, but in tests of the techniques (UNCHECKED).
-Tests marked `slow` are the largest cases of what others show at a smaller size, 10 processor seconds and more:
+Tests marked `slow` are the dearest cases of what others show at a smaller size or in another layout:
 with --runslow they run, too (`make test ARGS=--runslow`).
 
 Tests marked `cuda` are those of a GPU, `pytest -m cuda`, and each runs in one process or on ranks that put

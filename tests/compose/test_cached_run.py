@@ -75,7 +75,7 @@ def test_a_cache_gives_the_text_that_recomputing_gives(config, strategy):
     assert len({str(text) for *_, text in found}) == 1
 
 
-@pytest.mark.parametrize("length", [1, 30, 40])
+@pytest.mark.parametrize("length", [1, 30])
 def test_a_window_that_slides_is_computed_anew(length):
     """From one token on, of which the second rank has none, and over the end of 32 positions."""
     for strategy in (Strategy(cp=2), Strategy(pp=2, **SEQUENCE)):

@@ -42,7 +42,7 @@ def test_the_ranks_taken_are_one_of_each_stage():
     "strategy",
     [
         PIPELINE,
-        Strategy(dp=2, cp=2, tp=2, zero=3),
+        pytest.param(Strategy(dp=2, cp=2, tp=2, zero=3), marks=pytest.mark.slow),
         Strategy(dp=2, pp=2, cp=2, zero=2, microbatches=4, core="ulysses"),
     ],
     ids=str,

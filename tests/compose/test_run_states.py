@@ -232,7 +232,8 @@ def of_rank(name: str, strategy: Strategy):
 
 
 @pytest.mark.parametrize(
-    "name, pp, nominal, terabytes", [("llama3-70b", 40, 70e9, 0.98), ("llama3.1-405b", 63, 405e9, 5.67)]
+    "name, pp, nominal, terabytes",
+    [("llama3-70b", 40, 70e9, 0.98), pytest.param("llama3.1-405b", 63, 405e9, 5.67, marks=pytest.mark.slow)],
 )
 def test_a_checkpoint_has_14_bytes_a_parameter(name, pp, nominal, terabytes):
     """2 of bfloat16 weights, 4 of masters, 8 of moments, over tp 8, pp, dp 16 and ZeRO-1. Ranks of tp are alike,

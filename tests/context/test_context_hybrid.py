@@ -93,7 +93,7 @@ def usp(sizes, cases, length=T):
     return measured(core, place, mesh.group("ulysses", "ring"), cases, length)
 
 
-@pytest.mark.parametrize("ulysses", [1, 2, 4, 8])
+@pytest.mark.parametrize("ulysses", [1, 2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_usp(ulysses):
     """Every factorization of 8 gives what one device gives, and sends the sum of both formulas."""
     ring = 8 // ulysses

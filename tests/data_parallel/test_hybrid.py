@@ -26,7 +26,7 @@ EVEN = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, max_posit
 
 
 def problems():
-    return [Problem(batch_sizes=(12, 11)), Problem(batch_sizes=(12, 13), microbatches=3)]
+    return [Problem(batch_sizes=(12, 11)), Problem(batch_sizes=(12, 13), microbatches=2)]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_mics():
     def rank():
         outcome = train_parallel(problem, Strategy(dp=8, zero="III", node=2, nodes=2))
         steps = []
-        for m in (1, 3):
+        for m in (1, 2):
             strategy = Strategy(dp=8, zero="III", node=2, nodes=2, microbatches=m, precision="bfloat16")
             run = parallelize(EVEN, strategy, lambda params: AdamW(params, lr=1e-2))
             with Ledger() as ledger:
@@ -186,7 +186,7 @@ def test_mics():
     cluster, choice = choices.Cluster(W, k), choices.Choice(p, p, p)
     for apart, steps in launch.run(rank, ranks=W):
         assert apart < TOLERANCE
-        for m, (sent, reductions, numels, live) in zip((1, 3), steps):
+        for m, (sent, reductions, numels, live) in zip((1, 2), steps):
             M = 2 * sum(numels)
             gathers = 2 * m  # for forward and for backward
             assert k * sent["all_gather", "nodes"] == gathers * M * (p - k) // p  # both ranks of a node

@@ -147,7 +147,7 @@ def adamw(params):
     return AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors}], lr=1e-2)
 
 
-@pytest.mark.parametrize("words", [29, 9])
+@pytest.mark.parametrize("words", [pytest.param(29, marks=pytest.mark.slow), 9])
 def test_a_state_goes_from_any_layout_to_any_other(words):
     """A step in one layout, another in the next, and so on round: equal to one process throughout. 9 words
     over tp=4 leave a rank with none."""

@@ -87,7 +87,8 @@ def differing(config: GPTConfig, base: dict, words) -> list[str]:
     return wrong
 
 
-NAMES = [pytest.param(n, marks=[pytest.mark.slow] * (n[4:] in ("pp2 ep2 pairs", "tp2 ep2"))) for n in LAYOUTS]
+LARGE = ("dp2 pp2 ep2 pairs", "dp2 tp2 ep2", "pp2 tp2", "fp8 tiles")
+NAMES = [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", NAMES)

@@ -60,7 +60,7 @@ def problems():
     return found | {"a cut matrix is frozen": frozen, "3 microbatches": several}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equals_one_process(ranks, references):
     """Loss, every gradient, every parameter after two steps; tied, frozen, masked, clipped, uneven."""
     ways = WAYS if ranks == 2 else {way: WAYS[way] for way in ("plain", "sequence, overlap")}

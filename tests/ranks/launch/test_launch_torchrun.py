@@ -15,9 +15,7 @@ from tests import patience
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the loopback's name and /proc are Linux's")
 
 
-def torchrun(
-    program: str, folder, nodes: int, ranks_per_node: int, restarts: int = 0
-) -> Callable[[], list[tuple]]:
+def torchrun(program: str, folder, nodes: int, ranks_per_node: int) -> Callable[[], list[tuple]]:
     """Start `program` with one agent per node; what it returns waits: (status, stdout, stderr) of each."""
     (folder / "program.py").write_text(textwrap.dedent(program))
     place = dict(PYTHONPATH=os.path.dirname(report.PACKAGE.rstrip(os.sep)), TMPDIR=str(folder / "temporary"))
@@ -28,7 +26,6 @@ def torchrun(
     agents = []
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}"]
     command += [f"--nproc-per-node={ranks_per_node}", "--rdzv-backend=c10d", "--rdzv-conf=is_host=0"]
-    command += [f"--max-restarts={restarts}"]
     command += [f"--rdzv-endpoint=127.0.0.1:{store.port}", folder / "program.py"]
     for node in range(nodes):
         with open(folder / f"{node}.out", "w") as out, open(folder / f"{node}.err", "w") as err:

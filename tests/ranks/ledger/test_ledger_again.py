@@ -26,10 +26,10 @@ STRATEGIES = {
     "hybrid": (DENSE, Strategy(dp=4, zero="III", node=2)),
     "tp": (DENSE, Strategy(tp=4, sequence_parallel=True, overlap=True)),
     "cp": (DENSE, Strategy(cp=4, tp=2, core="usp", ulysses=2)),
-    "pp": (TIED, Strategy(pp=2, dp=2, schedule="zb_h1", microbatches=4)),
+    "pp": (TIED, Strategy(pp=2, dp=2, schedule="zb_h1", microbatches=2)),
     "interleaved": (
         DENSE,
-        Strategy(pp=2, chunks=2, schedule="interleaved", microbatches=4, precision="float16"),
+        Strategy(pp=2, chunks=2, schedule="interleaved", microbatches=2, precision="float16"),
     ),
     "products": (DENSE, Strategy(dp=2, products="fp8_tiles", recompute="selective")),
     "offload": (DENSE, Strategy(dp=2, zero=1, offload="optimizer+activations")),

@@ -19,10 +19,9 @@ from minitrain.ranks.launch import RankError
 from minitrain.systems.faults.survive import Survivor
 from tests.parallel import Problem, rows_of_problem, small
 
-STEPS, FEW = 11, 7  # FEW where nobody comes
+STEPS = 7
 PROBLEM = Problem(config=small(), batch_sizes=(8, 7) * 6)
-# (step, member, point): 4 comes for 3, 5 for 2, 6 for 1 and so on
-ALL_POINTS = [(1, 3, "start"), (3, 2, "backward"), (5, 1, "vote"), (7, 4, "passed"), (9, 5, "publish")]
+POINTS = ("start", "backward", "vote", "passed", "publish")
 
 
 def reference(sizes: dict[int, int]) -> list[float]:
@@ -112,7 +111,7 @@ def train(layout, kills, copies=0, refill=True, kind=Survivor, folder=None):
 
     survivor = kind(team, build, batch_of, PROBLEM.clip, copies, restore)
     with collectives.observe(saw):
-        losses = survivor.train(STEPS if refill else FEW, before)
+        losses = survivor.train(STEPS, before)
     assert all(b in (a, a + 1) or copies and b <= a for a, b in zip(drawn, drawn[1:])), drawn
     return losses, survivor.history, survivor.redone, team.members, os.getpid()
 
@@ -124,7 +123,7 @@ def launched(*args, **settings) -> list:
     return out
 
 
-def difference(out: list, steps: int = FEW) -> float:
+def difference(out: list, steps: int = STEPS) -> float:
     """From the reference, of the losses of who was there all along; newcomers say the same."""
     first = next(one for one in out if one)
     losses, history = first[:2]
@@ -135,11 +134,13 @@ def difference(out: list, steps: int = FEW) -> float:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_death_at_each_point_and_newcomers(layout):
-    """4 -> 3 -> 4 five times; without copies no finished step is made again."""
-    copies = int(layout.startswith("zero"))
-    out = launched(layout, ALL_POINTS, copies, replace_s=0.3)
-    assert [o is None for o in out] == [False] + 5 * [True] + 3 * [False]
-    assert difference(out, STEPS) < 1e-12 and out[0][3] == [0, 6, 7, 8]
+    """4 -> 3 -> 4 three times, each point in three layouts; without copies no finished step is made again. 4 comes
+    for 3, 5 for 2, 6 for 4."""
+    copies, first = int(layout.startswith("zero")), list(LAYOUTS).index(layout)
+    kills = [(1 + 2 * i, member, POINTS[(first + i) % 5]) for i, member in enumerate((3, 2, 4))]
+    out = launched(layout, kills, copies, replace_s=0.3)
+    assert [o is None for o in out] == [False, False, True, True, True, False, False]
+    assert difference(out) < 1e-12 and out[0][3] == [0, 1, 5, 6]
     assert out[0][2] == 0 or copies and out[0][2] <= 2
 
 
@@ -164,8 +165,8 @@ def test_without_newcomers_fewer_go_on():
 def test_an_update_before_the_vote_is_seen():
     """Two ranks of tp have clipped and updated when the third cannot any more."""
     losses = launched("tp", [(2, 3, "clip")], 0, False, Hasty)[0][0]
-    want = reference({step: 4 if step < 3 else 3 for step in range(FEW)})
-    assert max(abs(losses[step] - want[step]) for step in range(4, FEW)) > 1e-6
+    want = reference({step: 4 if step < 3 else 3 for step in range(STEPS)})
+    assert max(abs(losses[step] - want[step]) for step in range(4, STEPS)) > 1e-6
 
 
 def test_a_stopped_rank_is_a_dead_one():

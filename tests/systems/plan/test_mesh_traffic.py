@@ -28,18 +28,15 @@ SHARED = replace(MIXED, experts=replace(MIXED.experts, shared_experts=2, dense_f
 pipeline = partial(Strategy, pp=2, microbatches=4, precision="bfloat16")
 CASES = [
     (LLAMA, pipeline(dp=2, tp=2, zero=1, sequence_parallel=True)),
-    (LLAMA, pipeline(dp=4, zero=2, schedule="gpipe")),
     (LLAMA, pipeline(dp=4, zero=3, order="pp-tp-dp-cp")),
     (LLAMA, Strategy(dp=2, tp=2, pp=2, cp=2, precision="float64", microbatches=2)),
     (LLAMA, Strategy(dp=2, cp=4, tp=2, zero=1, precision="bfloat16")),
     (GPT2, pipeline(dp=2, tp=2, zero=0, chunks=2, schedule="interleaved")),
     (GPT2, pipeline(dp=2, tp=4, zero=1, sequence_parallel=True, precision="bfloat16_main_grads")),
     (GPT2, pipeline(dp=2, cp=2, zero=2, core="ulysses")),
-    (GPT2, pipeline(dp=2, zero=3)),
     (MIXED, Strategy(dp=4, ep=4, precision="bfloat16")),
     (MIXED, Strategy(dp=4, ep=2, zero=3, precision="bfloat16")),
     (SHARED, pipeline(dp=4, ep=4)),
-    (GPT2, pipeline(dp=2, tp=2, recompute="full")),
     (replace(GPT2, dropout=0.1), pipeline(dp=2, tp=2, recompute="full")),
 ]
 
