@@ -466,11 +466,12 @@ NOTHING_SAID = "nothing said: give arguments that make sense in nonsense.tsv"
 def walk(beginnings: Sequence[str] = ("",)) -> Walk:
     told = Walk()
     every = {name: one for name, one in functions().items() if name.startswith(tuple(beginnings))}
-    for name, function in sorted(every.items(), key=lambda item: needs_ranks(*item)):
-        if needs_ranks(name, function) and not dist.is_initialized():  # a dry run makes a world of its own
+    reasons = {name: left_out(name, one, written()) for name, one in every.items()}
+    ranks = {name: not reasons[name] and needs_ranks(name, one) for name, one in every.items()}
+    for name, function in sorted(every.items(), key=lambda item: ranks[item[0]]):
+        if ranks[name] and not dist.is_initialized():  # a dry run makes a world of its own
             dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        told.public += 1
-        why = left_out(name, function, written())
+        told.public, why = told.public + 1, reasons[name]
         found = None if why else sensible(name, function)
         if found is None:
             told.left_out.setdefault(why or NOTHING_SAID, []).append(name)

@@ -110,7 +110,7 @@ def load_everywhere(checkpoints, states):
     for to, layout in enumerate(LAYOUTS):
         run = start(layout, seed=4)
         for (number, checkpoint), broadcast in product(enumerate(checkpoints), (False, True)):
-            if number not in (to, (to + 1) % len(LAYOUTS)):
+            if number not in (to, (to + 1) % len(LAYOUTS))[: 2 - broadcast]:
                 continue
             saved = saved_in(checkpoint, broadcast)
             run.load_pieces(saved)

@@ -89,7 +89,7 @@ def test_the_mask_is_a_function_of_the_place():
 # ---- cores -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_core_drops_what_one_process_drops(ranks):
     """Output and all gradients. The reference keeps the whole mask; here each tile makes its own, twice."""
     expected = in_one_process(mask=MASK)

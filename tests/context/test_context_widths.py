@@ -59,7 +59,7 @@ def test_latent_attention_hands_dropout_to_its_core():
 PROBLEM = Problem(config=small(vocab_size=32, kv_latent=8, query_latent=6, rope_head_dim=2, num_kv_heads=4))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_latent_attention_over_ranks(ranks):
     ways = [Strategy(cp=ranks), Strategy(cp=ranks, layout="striped"), Strategy(cp=ranks, core="ulysses")]
     expected = one_process(PROBLEM)

@@ -76,7 +76,7 @@ def test_the_flat_ring_is_the_ring(ranks):
         assert apart < TOLERANCE and sent == (ranks - 1) * 2 * B * GQA[1] * T // ranks * K * 8
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_equals_full_attention_and_sends_what_it_says(ranks):
     """Output and all gradients; forward (n-1)·2·B·H_kv·T/n·K elements, backward twice that."""
     settings = {1: ([GQA],), 8: ([GQA],), 2: ([MHA, GQA, MQA], (FUSED, PLAIN)), 4: ([MHA, GQA, MQA],)}[ranks]
@@ -335,7 +335,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_model_equals_one_process(ranks):
     """Loss, every gradient, every parameter after two steps."""
 

@@ -98,7 +98,7 @@ def one_layer(way):
     return forward, ledger.sent_bytes(), calls, (y.detach(), x.grad, weight)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_ulysses(ranks):
     """A layer as on one device; 4(P-1)/P·N·h/P elements, P times less than Megatron's 4(P-1)/P·N·h."""
     layer, x = block(), torch.linspace(-1, 1, B * T * D, dtype=torch.float64).view(B, T, D).requires_grad_()

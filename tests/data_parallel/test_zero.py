@@ -51,7 +51,7 @@ def references():
     return [parallel.one_process(problem) for problem in problems()]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_equals_one_process(ranks, references):
     def rank():
         return [parallel.train_sharded(problems()[number], made(way)) for way, number in cases]
@@ -136,7 +136,7 @@ def traffic(way, problem):
     return gathered, scattered, ledger.num_calls("reduce_scatter"), whole
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_bytes_sent_equal_the_formulas(ranks):
     def rank():
         return {way: [traffic(way, untied(microbatches=m)) for m in (1, 3)] for way in WAYS}

@@ -195,7 +195,7 @@ def both_ways(kind):
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_equal_to_one_process_at_the_peak_of_units_given(ranks):
     found = launch.run(lambda: {kind: both_ways(kind) for kind in MODELS}, ranks=ranks)
     for results in found:

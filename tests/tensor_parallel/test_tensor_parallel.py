@@ -300,7 +300,7 @@ def test_the_table_finds_its_rows():
         assert launch.run(rank, words, ranks=4) == [True] * 4
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_vocabulary_that_does_not_divide_trains_as_on_one_process(ranks):
     """63 words, and 9 (on 4 ranks the last has none): tied or not, plain and along the sequence. Padding is 0
     and stays 0 through AdamW's steps with decay."""

@@ -68,7 +68,7 @@ def without_communication(ranks: int) -> list[dict]:
     return list(map(everything, launch.run(training, "none", ranks=ranks)))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("technique", ["naive", "fused", "bucketed"])
 def test_equals_the_real_run_to_the_byte(technique, ranks):
     dry = [dryrun.run(training, technique, rank=rank, ranks=ranks) for rank in range(ranks)]

@@ -154,6 +154,6 @@ def test_layouts():
     layouts = (dict(dp=2, zero=3), dict(tp=2, sequence_parallel=True), dict(pp=2, microbatches=2), dict(cp=2))
     names = list(narrow_sums.PRODUCTS)
     alone = dict(zip(names, launch.run(each, [(name, {}) for name in names], ranks=1)[0]))
-    cases = [(name, layout) for name in names for layout in layouts]
+    cases = [(name, layout) for name in names for layout in layouts[:: 1 if name == "hfp8" else 3]]
     for (name, layout), found in zip(cases, launch.run(each, cases, ranks=2, timeout_s=120)[0]):
         assert distance(alone[name], found) < (TOLERANCE if name == "hfp8" else 0.02), (name, layout)
