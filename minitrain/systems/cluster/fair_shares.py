@@ -22,11 +22,8 @@ from minitrain.systems.plan.integer_program import IntegerProgram
 
 def equal_shares(speeds: Sequence[Sequence[float]], devices, capacity) -> list[float]:
     """Throughput of each job with 1/n of every kind, as much of it as one job can use."""
-    n = len(speeds)
-    return [
-        min(sum(v * min(1, room / (n * wants)) for v, room in zip(row, capacity)), max(row))
-        for row, wants in zip(speeds, devices)
-    ]
+    share = lambda row, wants: sum(v * min(1, c / (len(speeds) * wants)) for v, c in zip(row, capacity))
+    return [min(share(row, wants), max(row)) for row, wants in zip(speeds, devices)]
 
 
 def max_min(speeds: Sequence[Sequence[float]], devices: Sequence[int], capacity: Sequence[int]):

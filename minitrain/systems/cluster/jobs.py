@@ -156,15 +156,14 @@ SORTS = {  # of jobs: devices, hours, load, and what they reach on slow devices
 }
 
 
-def trace(jobs: int, seed: int, every_s: float = 1200.0) -> list[Job]:
-    """Evaluations (70 %), fine-tuning (25 %) and pretraining (5 %), a job per `every_s` on average. What
+def trace(jobs: int, seed: int) -> list[Job]:
+    """Evaluations (70 %), fine-tuning (25 %) and pretraining (5 %), a job per 20 minutes on average. What
     computes much gains most from fast devices."""
     checks.require_positive_ints(10**5, jobs=jobs)
     checks.require_ints(seed=seed)
-    checks.require_positive(every_s=every_s)
     draw, made, now = random.Random(seed), [], 0.0
     for number in range(jobs):
-        now += draw.expovariate(1 / every_s)
+        now += draw.expovariate(1 / 1200)
         what = draw.choices(list(SORTS), [0.7, 0.25, 0.05])[0]
         devices, hours, load, slow = SORTS[what]
         size, work_s = draw.choice(devices), 3600 * hours * draw.lognormvariate(0, 0.7)

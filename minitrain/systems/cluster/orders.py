@@ -12,7 +12,6 @@ pods one by one. Hu et al. 2023, ASPLOS (Lucid). Differs: no trial runs measure 
 
 from collections.abc import Callable
 
-from minitrain.ranks.checks import require_positive
 from minitrain.systems.cluster.jobs import Job, Policy, Share, free_devices, place
 
 
@@ -60,26 +59,22 @@ sjf = in_order(lambda job: job.work_s)
 srtf = in_order(lambda job: job.left_s, preempt=True)
 
 
-def lucid(most_load: float = 1.0, slowdown: float = 1.1, order=lambda job: job.work_s) -> Policy:
+def lucid(order=lambda job: job.work_s) -> Policy:
     """Gangs, shortest first. Where devices are short, a job shares those of another of its size if their
-    loads are `most_load` together at most; both go 1/slowdown as fast until one ends. No triples."""
-    require_positive(most_load=most_load, slowdown=slowdown)
+    loads are 1 together at most; both go 1/1.1 as fast until one ends. No triples."""
 
     def policy(now_s, waiting, running, nodes):
         def shared(job, devices, partner=None) -> Share:
             alone = job.rate(nodes[devices[0][0]].kind)
-            return Share(devices, alone / slowdown if partner else alone, partner)
+            return Share(devices, alone / 1.1 if partner else alone, partner)
 
         shares = {}
         for job, share in running.items():
             shares[job] = shared(job, share.devices, share.partner if share.partner in running else None)
         free = free_devices(shares.values(), nodes)
         for job in sorted(waiting, key=order):
-            fits = [
-                other
-                for other, share in shares.items()
-                if not share.partner and other.devices == job.devices and other.load + job.load <= most_load
-            ]
+            alike = (one for one in shares if one.devices == job.devices and not shares[one].partner)
+            fits = [other for other in alike if other.load + job.load <= 1]
             if share := place(job, free, nodes):
                 shares[job] = share
             elif fits:

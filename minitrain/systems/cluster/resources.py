@@ -62,11 +62,8 @@ def run_gangs(queues: Sequence[Sequence[Hashable]]) -> tuple[list, list]:
     has it, as its collectives need them all."""
     require_nonempty(queues=queues)
     left, done = [list(queue) for queue in queues], []
-    while ready := [
-        name
-        for name in dict.fromkeys(queue[0] for queue in left if queue)
-        if all(queue[0] == name for queue in left if name in queue)
-    ]:
+    first = lambda name: all(queue[0] == name for queue in left if name in queue)
+    while ready := list(filter(first, dict.fromkeys(queue[0] for queue in left if queue))):
         done.append(ready[0])
         left = [queue[1:] if queue[:1] == ready[:1] else queue for queue in left]
     return done, list(dict.fromkeys(name for queue in left for name in queue))

@@ -16,9 +16,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.data_parallel.compressed import Compressor, Feedback, dense
 
 
-def learn(
-    compressor: Compressor, group, *, feedback=True, early=False, seed=0, steps=60, lr=1.0
-) -> tuple[int, float]:
+def learn(compressor: Compressor, group, *, feedback=True, early=False, seed=0, steps=60, lr=1.0) -> tuple:
     """SGD on sums over ranks, divided by all rows of the step."""
     require_ints(seed=seed)
     require_positive_ints(1 << 16, steps=steps)

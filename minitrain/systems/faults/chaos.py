@@ -55,9 +55,8 @@ KINDS = {
 OPS = "all_reduce|all_gather|reduce_scatter|all_to_all|broadcast"
 PHASES = ("forward", "backward", "gradients", "update")
 WORDS = dict(PHASE="|".join(PHASES), COLLECTIVE=OPS, CALL=f"{OPS}|barrier|send|receive")
-PATTERNS = WORDS | dict(
-    NAME=r"\S+", MODULE=r"\S+", ELEMENT=r"\d{1,18}", BIT=r"\d\d?", SECONDS=r"\d{1,5}(\.\d{1,9})?"
-)
+PATTERNS = WORDS | dict.fromkeys(("NAME", "MODULE"), r"\S+")
+PATTERNS |= dict(ELEMENT=r"\d{1,18}", BIT=r"\d\d?", SECONDS=r"\d{1,5}(\.\d{1,9})?")
 FORM = r"(\w+) (\d{1,6}) @(\d{1,9})(?:-(\d{1,9}))? (\w+)(?:>(\d{1,6}))?(?:#(\d{1,9}))?( .*)?"
 Fault = namedtuple("Fault", "text kind rank first last point peer number more")  # first and last step
 

@@ -90,7 +90,8 @@ class Live(Saved):
         givers = range(self.group.size())
         coming = [[part for part in self.dtypes if part[0] == one != self.rank] for one in givers]
         asked = [one[self.rank] for one in gather_plain(coming, self.group)]
-        going = [[flat_bytes(part_of(self.mine[own], *at)) for _, own, *at in one] for one in asked]
+        flat = lambda x: x.detach().contiguous().reshape(-1).view(torch.uint8)
+        going = [[flat(part_of(self.mine[own], *at)) for _, own, *at in one] for one in asked]
         sizes = [[math.prod(part[-1]) * self.dtypes[part].itemsize for part in one] for one in coming]
         nothing = torch.empty(0, dtype=torch.uint8, device=self.mine[0].values.device if self.mine else "cpu")
         data, sends = torch.cat([nothing, *chain(*going)]), [sum(map(len, parts)) for parts in going]
@@ -107,10 +108,6 @@ def lasting(pieces: Iterable[Piece]) -> list[Piece]:
 
 def key_of(piece: Piece) -> tuple:
     return piece.name, piece.start, piece.shape
-
-
-def flat_bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Copies:
@@ -138,9 +135,8 @@ class Copies:
             return
         world, file = collectives.world(), io.BytesIO()
         rank, ranks = world.rank(), world.size()
-        pieces = [
-            (p.name, p.whole, p.start, p.values.cpu().clone()) for p in lasting(share_out(run.pieces()))
-        ]
+        own = lasting(share_out(run.pieces()))
+        pieces = [(p.name, p.whole, p.start, p.values.cpu().clone()) for p in own]
         torch.save((pieces, run.plain_state()), file)
         mine = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
         shares = {rank: mine}

@@ -24,13 +24,12 @@ class Latent(NamedTuple):
         return sqrt(2 * self.test * self.mtbf * self.latency / self.crash)
 
 
-def goodput(faults: Latent, period: float, hours: float = 2e5, seed: int = 0) -> float:
+def goodput(faults: Latent, period: float, hours: float = 2e5) -> float:
     """The useful share of the time that simulated `hours` of work take with a test after each `period` of
     them: low with tests all the time and with none. Raises ValueError for more than a million faults."""
     require_positive(period=period, hours=hours, faults=tuple(faults))
-    require_ints(seed=seed)
     require_ints(0, 10**6, faults=int(min(hours / faults.mtbf, 1e9)))
-    draw, work, crashes = random.Random(seed), 0.0, 0
+    draw, work, crashes = random.Random(0), 0.0, 0
     while work < hours:
         arises = work + draw.expovariate(1 / faults.mtbf)
         strikes, found = arises + draw.expovariate(1 / faults.latency), (arises // period + 1) * period

@@ -68,13 +68,8 @@ def roller(m: int, n: int, k: int, core: Core, alive: int = 8) -> Built:
     growing = {(0, 0, 0)}
     tried = [at for at in growing if time(at, core) < float("inf")]
     while growing:
-        larger = {
-            (*at[:axis], place, *at[axis + 1 :])
-            for at in growing
-            for axis in range(3)
-            for place in (at[axis] + 1, 2 * at[axis] + 1)
-            if place < len(axes[axis])
-        }
+        places = [(at, i, place) for at in growing for i in range(3) for place in (at[i] + 1, 2 * at[i] + 1)]
+        larger = {(*at[:i], place, *at[i + 1 :]) for at, i, place in places if place < len(axes[i])}
         fits = {at: time(at, alone) for at in larger if time(at, alone) < float("inf")}
         tried += fits
         growing = set(sorted(fits, key=lambda at: (fits[at], at))[:alive])

@@ -62,8 +62,6 @@ def table(roofs: Iterable[Roof]) -> str:
     """A line an operator: calls, FLOPs per byte, what limits it, its share of the time of all."""
     roofs = list(roofs)
     total = sum(one.seconds for one in roofs)
-    rows = [
-        (one.name, one.calls, f"{one.intensity:.1f}", one.limit, f"{100 * one.seconds / total:.1f} %")
-        for one in roofs
-    ]
+    share = lambda one: f"{100 * one.seconds / total:.1f} %"
+    rows = [(one.name, one.calls, f"{one.intensity:.1f}", one.limit, share(one)) for one in roofs]
     return aligned([("operator", "calls", "FLOPs per byte", "limited by", "of the time"), *rows], (0, 3))

@@ -52,12 +52,9 @@ def outside(chain: Chain) -> list[tuple[int, str, str]]:
 def orders(chain: Chain) -> list[str]:
     """Those in which an operator's sum is complete before the next one needs it."""
     loops = sorted(frozenset().union(*(one.loops for one in chain)))
-    fits = lambda order: all(
-        order.index(summed) > order.index(loop)
-        for one in chain[:-1]
-        for summed in one.loops - set(one.output[1])
-        for loop in one.output[1]
-    )
+    made = [(one.loops - set(one.output[1]), one.output[1]) for one in chain[:-1]]
+    pairs = [pair for summed, output in made for pair in product(summed, output)]
+    fits = lambda order: all(order.index(summed) > order.index(loop) for summed, loop in pairs)
     return ["".join(order) for order in permutations(loops) if fits(order)]
 
 

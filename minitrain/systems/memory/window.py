@@ -11,13 +11,14 @@ place, not by torch's stream. For L layers of P/L parameters in n bytes:
     LayerToLayer    L2L: m = 1, the same bytes for any number of microbatches; inputs wait where `stash` says
 
 How large must m be? See plan/offload.py. Chen et al. 2016, arXiv:1604.06174, section 3. Sun et al. 2022,
-STRONGHOLD, SC22, section III. Pudipeddi et al. 2020, L2L, arXiv:2002.05645, section 3. Differs: optimizers
-step when all gradients are there (so they can be clipped), not beside backward; the last layer runs once.
+STRONGHOLD, SC22, section III. Pudipeddi et al. 2020, L2L, arXiv:2002.05645, section 3. Differs: one optimizer
+may step when all gradients are there (so they can be clipped); the last layer runs once.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from math import inf
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from minitrain.data_parallel.buckets import views
-from minitrain.memory.pools import Transfer, new_host, to_device, to_host
+from minitrain.memory.pools import Transfer, new_host, to_device, to_host, work
 from minitrain.ranks.checks import MOST, require_ints, require_one_of
 
 
@@ -36,18 +37,17 @@ class Prefetch:
     pass, and passes repeat (`circular`). `fetch` begins to bring one and returns something with `wait()`;
     `evict(chunk, that)` takes it back. A use that finds its chunk neither here nor on its way is late. After
     it the chunks of the next `ahead` uses are fetched as long as there is room, or a chunk that is used later
-    than they are to make room: by "belady" the one used again latest (the fewest fetches there can be, for
-    chunks of one size), by "lru" the one not used for longest. With one chunk ahead the room must hold two.
+    than they are to make room: the one used again latest (the fewest fetches there can be, for chunks of one
+    size). With one chunk ahead the room must hold two.
     Belady 1966, IBM Systems Journal 5(2), section on MIN."""
 
-    def __init__(self, order, sizes, room_bytes, fetch, evict, *, ahead=1, policy="belady", circular=True):
-        require_one_of(("belady", "lru"), policy=policy)
+    def __init__(self, order, sizes, room_bytes, fetch, evict, *, ahead=1, circular=True):
         require_ints(0, MOST, ahead=ahead)
         if not order or not set(order) <= sizes.keys():
             raise ValueError("give the order in which chunks of known size are used in one pass")
         if (largest := max(sizes[chunk] for chunk in order)) > room_bytes:
             raise ValueError(f"a chunk has {largest:,} bytes, room is {room_bytes:,}; give more room")
-        self.order, self.sizes, self.room_bytes, self.policy = list(order), sizes, room_bytes, policy
+        self.order, self.sizes, self.room_bytes = list(order), sizes, room_bytes
         self.ahead, self.circular = ahead, circular
         self._fetch, self._evict = fetch, evict
         self._uses: dict[Hashable, list[int]] = defaultdict(list)
@@ -99,8 +99,7 @@ class Prefetch:
         size = self.sizes[chunk]
         free, victims = self.room_bytes - sum(map(self.sizes.get, self._here)), []
         candidates = [other for other in self._here if other not in keep]
-        if self.policy == "belady":
-            candidates.sort(key=lambda other: self.next_use(other, self._position), reverse=True)
+        candidates.sort(key=lambda other: self.next_use(other, self._position), reverse=True)
         for other in candidates:
             if free >= size:
                 break
@@ -185,6 +184,8 @@ class LayerWindow:
         self._home = {number: nn.Parameter(sent_home(params)) for number, params in self._params.items()}
         self._here: dict[int, Tensor] = {}  # layers on the device, that have been used there
         self._going: list[tuple[nn.Parameter, Tensor, list[Transfer]]] = []  # gradients on their way
+        self._optimizers: dict[nn.Parameter, torch.optim.Optimizer] = {}
+        self._updates: list[Future] = []  # of layers, under way
         for number in self._params:
             self._leave(number)
         order = [number for number in order_of_use(len(self.layers)) if number in sizes]
@@ -193,6 +194,11 @@ class LayerWindow:
         self._engine = Prefetch(order, sizes, self.room_bytes, fetch, self._leave, **settings)
 
     parameters = property(lambda self: list(self._home.values()))  # the host's, for an optimizer
+
+    def update_beside(self, make_optimizer: Callable) -> None:
+        """From now on the host updates each layer by an optimizer of its own, beside the backward of those in
+        front of it; gradients are gone then."""
+        self._optimizers = {home: make_optimizer([home]) for home in self.parameters}
 
     def forward_backward(self, x: Tensor, positions: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of layers(x, positions); gradients are added to those of `parameters`."""
@@ -203,6 +209,8 @@ class LayerWindow:
     def _pass(self, x, loss_of: Callable, others: tuple = (), on_host: bool = False) -> Tensor:
         loss = forward_backward(self.layers, x, loss_of, self._enter, self._send_gradients, others, on_host)
         self._add_gradients()
+        while self._updates:
+            self._updates.pop().result()
         return loss
 
     def _enter(self, number: int) -> None:
@@ -231,6 +239,8 @@ class LayerWindow:
             for copy in copies:
                 copy.wait()
             home.grad = grad if home.grad is None else home.grad.add_(grad)
+            if optimizer := self._optimizers.get(home):
+                self._updates.append(work(lambda of=optimizer: (of.step(), of.zero_grad()), home))
         self._going.clear()
 
 

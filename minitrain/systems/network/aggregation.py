@@ -120,9 +120,7 @@ def _reduced(
     return Reduced(results, end_us, lost, switch.most, workers[0].size * up.byte_ps / US / end_us)
 
 
-def switchml(
-    values, slots: int, *, copies: int = 2, loss: float = 0, late_us: float = 0, seed: int = 0
-) -> Reduced:
+def switchml(values, slots: int, *, copies=2, loss: float = 0, late_us: float = 0, seed=0) -> Reduced:
     """Sapio et al. 2021, Scaling distributed machine learning with in-network aggregation, NSDI: integers [n,
     m] through `slots` sums of 32 numbers; with fewer than a bandwidth-delay product has packets, links idle.
     Who sends packet c + slots has the answer to c; once all have sent it, nobody asks for c again. So with
@@ -169,9 +167,7 @@ class _Member(Flow):
             Flow.receive(other.flow, other)
 
 
-def panama(
-    workers: Sequence[int] = (4, 8), *, plain: int = 0, trees: int = 1, until_us: int = 1500
-) -> tuple[list[float], float]:
+def panama(workers: Sequence[int] = (4, 8), *, plain=0, trees=1, until_us=1500) -> tuple[list[float], float]:
     """Gebara, Ghobadi, Costa 2021, In-network aggregation for shared machine learning clusters, MLSys: jobs
     of so many workers, and `plain` flows, into the links of `trees` roots. All workers of a job hear a sum's
     mark, so to others a job is one flow. -> goodputs after a third of the time, jobs first, as shares of a

@@ -269,9 +269,7 @@ def head_of_line(
     return flow.arrived * 8000 / (50 * until_us * US), ports
 
 
-def jobs(
-    gain: Callable[[float], float] = lambda x: 1, count: int = 2, iterations: int = 24
-) -> list[list[float]]:
+def jobs(gain: Callable = lambda x: 1, count: int = 2, iterations: int = 24) -> list[list[float]]:
     """Training jobs on a link of 10 Gb/s under Reno with this gain: an iteration sends 1 MB, alone in 800 us,
     and then works for 800 us. Job i begins 10 i us late -> of each, when its messages ended (us)."""
     require_positive_ints(10**5, count=count, iterations=iterations)

@@ -50,11 +50,8 @@ Motif = Sequence[tuple[str, Number]]  # parts of an operation, one after the oth
 
 def motifs_s(order: Sequence[str], motifs: Mapping[str, Motif]) -> Number:
     """Operations that are ready at once; a free link takes the part of the first in `order` that is ready."""
-    tasks = [
-        Task(f"{name} {i}", link, seconds, after=(f"{name} {i - 1}",) if i else ())
-        for name in order
-        for i, (link, seconds) in enumerate(motifs[name])
-    ]
+    parts = [(name, i, *part) for name in order for i, part in enumerate(motifs[name])]
+    tasks = [Task(f"{name} {i}", *part, after=(f"{name} {i - 1}",) * (i > 0)) for name, i, *part in parts]
     return play(tasks, by=lambda task: order.index(task.name.rsplit(" ", 1)[0])).end_s
 
 

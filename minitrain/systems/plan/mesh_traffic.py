@@ -47,11 +47,8 @@ def sent_by_axis(config: GPTConfig, strategy, rows: int, length: int, stage: int
     messages = (2 * len(layers) - len(ends)) * (s.pp > 1)
     queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     core = 6 * (s.cp - 1) * keys if s.core == "ring" else share(s.cp) * 4 * (queries + keys)
-    there_and_back = (
-        4 * config.experts.top_k * activations / s.tp + 8 * config.experts_in(block) * s.microbatches
-        for block in blocks
-        if config.experts_in(block)
-    )
+    experts = filter(None, map(config.experts_in, blocks))
+    there_and_back = (4 * config.experts.top_k * activations / s.tp + 8 * n * s.microbatches for n in experts)
     sent = {
         "dp": _data(config, s, sorted(numbers)),
         "pp": messages * activations / (s.tp if s.sequence_parallel else 1),

@@ -198,22 +198,13 @@ def plan_mpress(tensors: Sequence[Tensor], fixed: Sequence, cap, links: Links, p
         own = [((size, 0, 0), ())]  # (held, lent, extra time), [(tensor, place)]
         for i, tensor in enumerate(tensors):
             if tensor.rank == rank:
-                costs = {
-                    place: (tensor.bytes * (place == "keep"), tensor.bytes * (place == "peer"), extra)
-                    for place in places
-                    if (extra := extra_time(tensor, place, links)) is not None
-                }
-                own = undominated(
-                    (tuple(map(add, before, more)), (*chosen, (i, place)))
-                    for before, chosen in own
-                    for place, more in costs.items()
-                )
+                n, extras = tensor.bytes, [(place, extra_time(tensor, place, links)) for place in places]
+                costs = [(p, (n * (p == "keep"), n * (p == "peer"), s)) for p, s in extras if s is not None]
+                both = product(own, costs)
+                own = undominated((tuple(map(add, b, more)), (*a, (i, p))) for (b, a), (p, more) in both)
         fitting = undominated(((held + lent, s), chosen) for (held, lent, s), chosen in own if held <= cap)
-        everything = undominated(
-            ((total + size, max(slowest, time)), chosen + more)
-            for (total, slowest), chosen in everything
-            for (size, time), more in fitting
-        )
+        both = product(everything, fitting)
+        everything = undominated(((t + n, max(s, slow)), a + b) for ((t, slow), a), ((n, s), b) in both)
     everything = [(time, chosen) for (total, time), chosen in everything if total <= cap * len(fixed)]
     if not everything:
         raise ValueError(f"MPress: {cap} bytes per rank are too few; use a larger cap or more than {places}")

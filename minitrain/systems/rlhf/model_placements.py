@@ -107,24 +107,21 @@ def cycle_seconds(plans: Sequence[int], seconds: Table, moves: Table) -> Number:
     return sum(row[plan] for row, plan in zip(seconds, plans)) + sum(moves[a][b] for a, b in pairs)
 
 
-def realhf(seconds: Table, moves: Table, steps: int = 2000, seed: int = 0) -> list[int]:
+def realhf(seconds: Table, moves: Table, seed: int = 0) -> list[int]:
     """The best plans, one per call, that a random walk passes: a worse one is accepted with exp(-more/T), T
     falling from the longest call to a thousandth of it."""
-    require_positive_ints(1 << 16, steps=steps)
     require_ints(0, seed=seed)
     if not all(isinstance(row, (list, tuple)) and len(row) == len(moves) for row in (*seconds, *moves)):
-        raise ValueError(
-            "seconds and moves: use rows as long as there are plans, one per call and one per plan"
-        )
+        raise ValueError("seconds and moves: use rows as long as there are plans, one per call and per plan")
     draw, plans = random.Random(seed), [0] * len(seconds)
     now = least = cycle_seconds(plans, seconds, moves)
     best, hot = plans, max(map(max, seconds)) or 1
-    for step in range(steps):
+    for step in range(2000):
         call = draw.randrange(len(plans))
         tried = [*plans]
         tried[call] = draw.randrange(len(seconds[call]))
         cost = cycle_seconds(tried, seconds, moves)
-        if cost <= now or draw.random() < math.exp((now - cost) / (hot * 0.001 ** (step / steps))):
+        if cost <= now or draw.random() < math.exp((now - cost) / (hot * 0.001 ** (step / 2000))):
             plans, now = tried, cost
         if now < least:
             best, least = plans, now

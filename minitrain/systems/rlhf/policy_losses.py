@@ -40,9 +40,7 @@ def group_advantages(rewards: Tensor, answers: int) -> Tensor:
     all the same teaches nothing: 0."""
     require_positive_ints(answers=answers)
     if rewards.dim() != 1 or len(rewards) % answers:
-        raise ValueError(
-            f"rewards {list(rewards.shape)} are not answers={answers} to each prompt, one by one"
-        )
+        raise ValueError(f"rewards {list(rewards.shape)} are not answers={answers} to each prompt, in a row")
     groups = rewards.view(-1, answers)
     centred = groups - groups.mean(1, keepdim=True)
     return (centred / (centred.square().mean(1, keepdim=True).sqrt() + 1e-6)).flatten()
@@ -74,9 +72,8 @@ class RolloutLoss:
     def next_rows(self, count: int) -> list[Tensor]:
         first, whole = self.first, len(self.rows[0])
         if first + count > whole:
-            raise ValueError(
-                f"rows {first} to {first + count} of a rollout of {whole}: give() it before a step"
-            )
+            rows = f"rows {first} to {first + count} of a rollout of {whole}"
+            raise ValueError(f"{rows}: give() it before a step")
         self.first = (first + count) % whole
         return [x[first : first + count] for x in self.rows]
 

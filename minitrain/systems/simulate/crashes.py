@@ -126,7 +126,6 @@ class SlowCopy:
 
     def reached(self) -> None:
         """Return when all that are allowed are copied."""
+        done = lambda: self.snapshot.copied >= self.allowed or self.snapshot.over
         with self.snapshot.changed:
-            self.snapshot.changed.wait_for(
-                lambda: self.snapshot.copied >= self.allowed or self.snapshot.over, PATIENCE_S
-            )
+            self.snapshot.changed.wait_for(done, PATIENCE_S)

@@ -11,17 +11,18 @@
 Sizes are in bytes (or layers of one size), times in seconds, exact for whole numbers and Fractions.
 Lin et al. 2023 (TMOF), HPCA; Li et al. 2022 (Harmony), arXiv:2202.01306; Fang et al. 2021 (PatrickStar),
 arXiv:2108.05818; Shen et al. 2022 (SE-MoE), arXiv:2205.10034, and Yu et al. 2024 (MoESys), IEEE TSC; Jang et
-al. 2024 (Smart-Infinity), HPCA. Differs: TMOF's sets are given, not searched; Harmony's layer that leaves is
-the least recently used, and where the order of layers turns round those still there are not fetched again;
+al. 2024 (Smart-Infinity), HPCA. Differs: TMOF's sets are of a forward; Harmony's layer that leaves is the
+least recently used, and where the order of layers turns round those still there are not fetched again;
 MoESys caches by a threshold on counts; Smart-Infinity's kernel and buffers cost nothing here.
 """
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, combinations
 from typing import NamedTuple
 
-from minitrain.ranks.checks import require_nonnegative, require_positive_ints
-from minitrain.systems.simulate.links import Number, Task
+from minitrain.ranks.checks import require_nonnegative, require_positive, require_positive_ints
+from minitrain.systems.simulate.links import Number, Task, play
 from minitrain.systems.simulate.storage import LRU
 
 
@@ -37,6 +38,25 @@ def swapping_forward(sets: Sequence[Collection[int]], sizes: Sequence[Number], l
             if layer in swapped:
                 tasks.append(Task(f"out {d}.{layer}", f"copies {d}", size, ("to host",), (f"F {d}.{layer}",)))
     return tasks
+
+
+def swap_sets(devices: int, sizes: Sequence[Number], layer_s, bytes_per_s, enough: Number) -> list[set[int]]:
+    """TMOF's search: which tensors each device swaps, `enough` bytes and none too many, so that forwards and
+    copies of all end soonest: in turn each takes the best set beside the others', until none has a better."""
+    require_positive_ints(devices=devices)
+    require_positive(bytes_per_s=bytes_per_s)
+    every = chain.from_iterable(combinations(range(len(sizes)), n) for n in range(len(sizes) + 1))
+    fitting = [set(some) for some in every if sum(sizes[i] for i in some) >= enough]
+    fitting = [some for some in fitting if not any(other < some for other in fitting)]
+    if not fitting:
+        raise ValueError(f"{enough=} bytes of tensors of {sum(sizes)}; ask for as many at most")
+    end = lambda sets: play(swapping_forward(sets, sizes, layer_s), {"to host": bytes_per_s}).end_s
+    sets, before = [], None
+    while sets != before:
+        before = list(sets)
+        for d in range(devices):
+            sets = min(([*sets[:d], some, *sets[d + 1 :]] for some in [*sets[d : d + 1], *fitting]), key=end)
+    return sets
 
 
 def exchanges(devices: int, rounds: int, size: Number, *, opposed: bool) -> list[Task]:

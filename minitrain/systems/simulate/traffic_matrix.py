@@ -20,6 +20,8 @@ from itertools import product
 from minitrain.ranks.checks import require_one_of
 from minitrain.ranks.events import Event, Issue
 
+Events = Mapping[int, list[Event]]
+
 # How many halves of what is sent go to all others in equal shares; the rest goes to the next member. A ring
 # is NCCL's with one channel, direct is ours over gloo: an all-reduce is a reduce-scatter and an all-gather.
 STRAIGHT = {
@@ -87,9 +89,7 @@ def places_of(sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     return list(product(*map(range, sizes.values())))
 
 
-def every_rank(
-    events_by_rank: Mapping[int, list[Event]], sizes: Mapping[str, int], alike: Iterable[str]
-) -> dict[int, list[Event]]:
+def every_rank(events_by_rank: Events, sizes: Mapping[str, int], alike: Iterable[str]) -> Events:
     """The events of all ranks of a mesh, from those of the ranks at 0 of the axes `alike`, along which all
     ranks do the same: dp and tp. (Ranks of cp send the same; which scores they compute is the layout's.)"""
     same = [axis in set(alike) for axis in sizes]
@@ -108,9 +108,7 @@ def every_rank(
     return found
 
 
-def renumbered(
-    events_by_rank: Mapping[int, list[Event]], sizes: Mapping[str, int], order: Iterable[str]
-) -> dict[int, list[Event]]:
+def renumbered(events_by_rank: Events, sizes: Mapping[str, int], order: Iterable[str]) -> Events:
     """The same run on a mesh with its axes in another order, the outermost first: who talks to whom stays,
     and what their numbers are changes."""
     order = tuple(order)
@@ -131,9 +129,5 @@ def _with_members(events: Iterable[Event], number: Callable[[int], int]) -> list
         numbers = map(number, members)
         return tuple(numbers if is_message else sorted(numbers))
 
-    return [
-        replace(event, members=named(event.members, event.op in ("send", "receive")))
-        if isinstance(event, Issue)
-        else event
-        for event in events
-    ]
+    moved = lambda event: replace(event, members=named(event.members, event.op in ("send", "receive")))
+    return [moved(event) if isinstance(event, Issue) else event for event in events]

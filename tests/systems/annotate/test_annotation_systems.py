@@ -202,10 +202,7 @@ def test_of_equal_costs_fewer_operands_change_and_no_slice_becomes_a_term():
         {"u": (8, 8), "v": (8, 8)},
         (Op("y", "product", "db,df->bf", ("u", "v")), Op("s", "add", "ab,ab->ab", ("u", "v"))),
     )
-    one, other = (
-        choose(graph, {"x": 2}, given)
-        for given in ({"u": (S(1),), "v": (S(1),)}, {"u": (S(0),), "v": (S(1),)})
-    )
+    one, other = (choose(graph, {"x": 2}, {"u": (S(dim),), "v": (S(1),)}) for dim in (1, 0))
     assert one.chosen["y"][0].letter == "b" and one.collectives() == {("all_gather", "x"): 1}
     assert other.chosen["s"][0].letter == "a" and other.specs["s"] == (S(0),)
 

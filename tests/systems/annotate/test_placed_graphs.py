@@ -59,10 +59,8 @@ def mlp_step(rows, width, hidden):
 
 def random_values(graph, seed=0):
     draw = torch.Generator().manual_seed(seed)
-    return {
-        name: 0.3 * torch.randn(shape, dtype=torch.float64, generator=draw)
-        for name, shape in graph.inputs.items()
-    }
+    some = lambda shape: 0.3 * torch.randn(shape, dtype=torch.float64, generator=draw)
+    return {name: some(shape) for name, shape in graph.inputs.items()}
 
 
 def groups_of(axes):

@@ -149,10 +149,8 @@ def test_llama():
     state, config = llama_state(), config_of(LLAMA)
     expected = llama_forward(state, LLAMA)
     assert apart(state, config, expected) < TOLERANCE
-    assert (
-        apart({name.removeprefix("model."): value for name, value in state.items()}, config, expected)
-        < TOLERANCE
-    )
+    bare = {name.removeprefix("model."): value for name, value in state.items()}
+    assert apart(bare, config, expected) < TOLERANCE
     for wrong in (replace(config, norm_eps=1e-5), replace(config, rope_theta=10_000.0)):
         assert apart(state, wrong, expected) > 1e-6
     swapped = {**state, **{name: state[name.replace("gate", "up")] for name in state if "gate" in name}}

@@ -51,10 +51,8 @@ def test_accl_hybrid():
         n = num_nodes * per_node
         schedule = algorithms.accl_all_reduce(n, per_node)
         check(schedule)
-        per_card, leader = (
-            Fraction(2 * (num_nodes - 1), num_nodes) / per_node,
-            Fraction(2 * (num_nodes - 1), num_nodes),
-        )
+        leader = Fraction(2 * (num_nodes - 1), num_nodes)
+        per_card = leader / per_node
         assert sent_between_nodes(schedule, per_node) == [per_card] * n, "every rank's card carries a g-th"
         assert (
             sent_between_nodes(algorithms.two_level(algorithms.nodes_of(n, per_node)), per_node)[0]
@@ -117,8 +115,5 @@ def test_message_by_message_the_schedules_take_the_time_the_replay_charges():
         of_rings = ("hierarchical", torus) if num_nodes > 1 else ("ring", ring)
         for name, schedule in (("halving", algorithms.halving_doubling_all_reduce(n)), of_rings):
             for size_bytes in (1e3, 1e9):
-                charged = seconds("all_reduce", size_bytes, placement, name)
-                assert cost_model.time_s(schedule, size_bytes, fabric) == pytest.approx(charged, rel=1e-12), (
-                    name,
-                    n,
-                )
+                charged = pytest.approx(seconds("all_reduce", size_bytes, placement, name), rel=1e-12)
+                assert cost_model.time_s(schedule, size_bytes, fabric) == charged, (name, n)

@@ -59,11 +59,8 @@ def test_no_transfer_can_be_dropped_doubled_or_change_its_kind(name, n, data):
     broken = [((*others,),), ((*others, transfer._replace(reduce=not transfer.reduce)),), again]
     for steps in broken[: 3 if transfer.reduce else 2]:
         with pytest.raises(ValueError):
-            chunks.check(
-                chunks.Schedule(
-                    n, schedule.chunks, schedule.steps[:index] + steps + schedule.steps[index + 1 :]
-                )
-            )
+            others = schedule.steps[:index], schedule.steps[index + 1 :]
+            chunks.check(chunks.Schedule(n, schedule.chunks, others[0] + steps + others[1]))
 
 
 @pytest.mark.parametrize(

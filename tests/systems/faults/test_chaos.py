@@ -158,10 +158,8 @@ def test_a_full_disk_refuses_and_has_room_again(tmp_path):
             for number in range(2):
                 path = tmp_path / f"{step}-{number}"
                 if (step, number) == (1, 1):
-                    with (
-                        pytest.raises(DiskError, match="No space left") as error,
-                        new_file(disk, path) as file,
-                    ):
+                    full = pytest.raises(DiskError, match="No space left")
+                    with full as error, new_file(disk, path) as file:
                         disk.write(file, 0, b"abc")
                     assert error.value.errno == errno.ENOSPC
                 else:

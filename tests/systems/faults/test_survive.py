@@ -91,12 +91,8 @@ def train(layout, kills, copies=0, refill=True, kind=Survivor, folder=None):
         if folder and step == 2:
             torch.save(survivor.run.state_dict(), f"{folder}/{team.member}")
         run = survivor.run
-        update = run.sync.optimizer.step
-        run.sync.optimizer.step = lambda: (
-            update(),
-            at("publish"),
-            setattr(run.sync.optimizer, "step", update),
-        )
+        optimizer, update = run.sync.optimizer, run.sync.optimizer.step
+        optimizer.step = lambda: (update(), at("publish"), setattr(optimizer, "step", update))
         at("start"), at("stop")
 
     def batch_of(run, step: int):

@@ -289,10 +289,8 @@ def trained(layout: dict, plan) -> tuple:
     )
     if plan:
         run.model.run_layers = lambda layers, x, positions: chain(layers, plan)(x, positions)
-    losses = [
-        run.total(run.step(run.batch(rows_of_problem(problem, step), step), 0.5).loss).item()
-        for step in range(2)
-    ]
+    batches = [run.batch(rows_of_problem(problem, step), step) for step in range(2)]
+    losses = [run.total(run.step(batch, 0.5).loss).item() for batch in batches]
     return losses, run.state_dict()["parameters"]
 
 

@@ -1,6 +1,7 @@
 """Layer by layer, and through a window: the bits of recomputation, bytes and memory as the formulas say."""
 
 import copy
+import threading
 import weakref
 
 import pytest
@@ -112,6 +113,29 @@ def stale(window):
     from minitrain.memory.pools import to_device
 
     return lambda x, device=None, out=None: to_device(x, device, out=None if out is None else out.clone())
+
+
+def test_the_host_updates_a_layer_beside_the_backward_of_others():
+    """The host has updated the last layer, by an optimizer of its own, before the first one's backward begins: that
+    waits for it. Losses and weights are those of one optimizer of all."""
+    plain, model, updated, beside = make_model(), make_model(), threading.Event(), []
+
+    class Telling(AdamW):
+        def step(self):
+            super().step()
+            updated.set()
+
+    first, window = model.layers[1], LayerWindow(model.layers, window=2)
+    window.update_beside(lambda params: Telling(params, lr=1e-2))
+    seen = lambda *_: beside.append(updated.wait(60)) if torch.is_grad_enabled() else None
+    first.register_forward_pre_hook(seen)
+    for wanted in train_plainly(plain):
+        updated.clear()
+        assert window.forward_backward(TOKENS, POSITIONS, loss_of).item() == pytest.approx(wanted, abs=1e-12)
+    assert beside == [True] * 3 and all(param.grad is None for param in window.parameters)
+    window._engine.clear()
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-12)
 
 
 def test_two_batches_add_up_their_gradients():

@@ -159,10 +159,8 @@ def best_around(pattern, m, costs, limits):
         for at, k, n in sorted(timed):
             windows.setdefault((at - cut) // pattern.period, []).append((k, n))
         whole = [entries for entries in windows.values() if len(entries) == len(kinds)]
-        before = [
-            min((n for entries in whole for k, n in entries if k == one), default=m)
-            for one in range(len(kinds))
-        ]
+        entries = [entry for window in whole for entry in window]
+        before = [min((n for k, n in entries if k == one), default=m) for one in range(len(kinds))]
         after = [count + len(whole) for count in before]
         lists = []
         for rank in range(1 + max(pattern.place)):

@@ -87,10 +87,8 @@ def test_a_block_is_the_block_with_rounding_between_operators(changes):
     o = g(flow.attend(attention, POSITIONS, q, k, v))
     h = g(stream + g(F.linear(o, on(attention.out), attention.out.bias)))
     b = Fan.apply(g(block.norm2(h)))
-    made = [
-        g(F.linear(b, on(layer), layer.bias))
-        for layer in ([mlp.gate] if hasattr(mlp, "gate") else []) + [mlp.up]
-    ]
+    inwards = [mlp.gate, mlp.up] if hasattr(mlp, "gate") else [mlp.up]
+    made = [g(F.linear(b, on(layer), layer.bias)) for layer in inwards]
     z = g(act(made[0]) * made[1] if len(made) > 1 else act(*made))
     y = g(h + g(F.linear(z, on(mlp.down), mlp.down.bias)))
     names, params = zip(*block.named_parameters())

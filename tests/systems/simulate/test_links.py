@@ -126,12 +126,10 @@ def test_the_player_and_one_that_looks_at_everything_anew():
         width = {"a": draw.randint(1, 3)} if more else {}
         run = play(tasks, links, by, width)
         for task in tasks:
-            assert (
-                sum((part.end_s - part.start_s) * part.rate for part in run.pieces[task.name]) == task.amount
-            )
-        assert {name: (run.start(name), run.end(name)) for name in run.tasks} == second_by_second(
-            tasks, links, by, width
-        )
+            carried = sum((part.end_s - part.start_s) * part.rate for part in run.pieces[task.name])
+            assert carried == task.amount
+        found = {name: (run.start(name), run.end(name)) for name in run.tasks}
+        assert found == second_by_second(tasks, links, by, width)
 
 
 def test_shares_latencies_keys_and_widths_by_hand():

@@ -215,9 +215,7 @@ def graph_of(layers: Sequence[dict[str, int]], halved: Halved, steps: int = 1) -
     activations = [then(cuts, ACTIVATION) for cuts in halved.activations]
     matrices = [[()], *(then(cuts, MATRIX) for cuts in halved.matrices)]  # none makes the first activation
     options = [list(product(*cuts)) for cuts in zip(matrices, activations)]
-    edges = {
-        (i, i + 1): [[elements(i, x, w, y) for w, y in options[i + 1]] for _, x in options[i]]
-        for i in range(len(layers))
-    }
+    price = lambda i: [[elements(i, x, w, y) for w, y in options[i + 1]] for _, x in options[i]]
+    edges = {(i, i + 1): price(i) for i in range(len(layers))}
     nothing = [[0.0] * len(some) for some in options]
     return Graph(options, nothing, edges, nothing), best_ways

@@ -206,11 +206,8 @@ class Problem:
         memory = lambda i, option: self.memory(self.layers[i], option, levels, in_flight)
         nodes, sizes = ([[of(i, one) for one in some] for i, some in own.items()] for of in (node, memory))
         nodes[-1] = [cost + edge(layers[-1], option) for cost, option in zip(nodes[-1], options[-1])]
-        edges = {
-            (i - layers[0], j - layers[0]): [[edge(i, a, b) for b in own[j]] for a in own[i]]
-            for i, j in self.edges
-            if i in own and j in own
-        }
+        inside, first = [(i, j) for i, j in self.edges if i in own and j in own], layers[0]
+        edges = {(i - first, j - first): [[edge(i, a, b) for b in own[j]] for a in own[i]] for i, j in inside}
         return Graph(options, nodes, edges, sizes)
 
     def cost(self, choice: Sequence[Option], layers=None, devices=None, unit: str = "seconds") -> float:

@@ -90,8 +90,5 @@ def halves(problem: Problem) -> list[float]:
 
 def table(rows: list[Row]) -> str:
     head = ("search", "cost", "in", "gap", "looked at", "of", "share")
-    cells = [
-        (row.name, f"{row.cost:.6g}", row.unit, f"{row.gap:.1%}", row.looked_at, row.size, f"{row.share:.2%}")
-        for row in rows
-    ]
-    return aligned([head, *cells], left=(0, 2))
+    cells = lambda r: (r.name, f"{r.cost:.6g}", r.unit, f"{r.gap:.1%}", r.looked_at, r.size, f"{r.share:.2%}")
+    return aligned([head, *map(cells, rows)], left=(0, 2))
