@@ -35,11 +35,8 @@ def _block(group: str, j: int, gemm: float, softmax: float) -> list[Task]:
     """S, softmax and P·V of key block j, chained by their data."""
     require_positive(gemm=gemm, softmax=softmax)
     product, exponential, weighted = (f"{group}.{kind}{j}" for kind in ("S", "softmax", "PV"))
-    return [
-        Task(product, "products", gemm / 2),
-        Task(exponential, "exponentials", softmax, after=(product,)),
-        Task(weighted, "products", gemm / 2, after=(exponential,)),
-    ]
+    middle, half = Task(exponential, "exponentials", softmax, after=(product,)), gemm / 2
+    return [Task(product, "products", half), middle, Task(weighted, "products", half, after=(exponential,))]
 
 
 def sequential(blocks: int, gemm: float, softmax: float, groups: str = "A") -> list[Task]:

@@ -13,12 +13,12 @@ often, disk rarely; `newest_whole` of both stores is where to go on. Memory: 2 s
 kept. Sends at a save some 100 bytes per rank; in recovery each share that a rank wants and has not, once;
 between hosts (gloo). Wang et al. 2023, Gemini, SOSP, sections 4 and 5; Wang et al. 2023, REFT,
 arXiv:2310.12670, section 4 (RAIM5). Differs: what is sent is the file of the share, hashed, of one format
-with those on disk; parity is made when the share is, so a share that was rebuilt is verified, too.
+with those on disk, so a share that was rebuilt is verified, too.
 """
 
 import json
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -303,30 +303,49 @@ class ParityCopies:
     def __init__(self, shares: Shares):
         if shares.ranks < 2:
             raise ValueError("parity on 1 rank: there is no other to keep it; use at least 2")
-        self.shares = shares
+        self.shares, self.rounds = shares, iter(())
 
     def save(self, step: int, pieces: Iterable[Piece], plain: dict, manifest: dict) -> None:
-        shares = self.shares
-        written = shares.begin(step, pieces, plain)
-        length = stripe_bytes((share.size for share in written), shares.ranks)
-        parity = whole_piece("parity", self._meet(shares.open(file_name(shares.rank), step), length, None))
+        self.begin(step, pieces, plain, manifest)
+        self.finish()
+
+    def begin(self, step: int, pieces: Iterable[Piece], plain: dict, manifest: dict) -> None:
+        """The share is in own memory. Its stripes travel beside training, a round at each `send_some`."""
+        self.finish()
+        self.rounds = self._save(step, self.shares.begin(step, pieces, plain), manifest)
+
+    def send_some(self) -> None:
+        """A round's stripes have arrived, the next one's set out; behind the last round the step counts."""
+        next(self.rounds, None)
+
+    def finish(self) -> None:
+        for _ in self.rounds:
+            pass
+
+    def _save(self, step: int, written: list[Written], manifest: dict) -> Iterator:
+        shares, length = self.shares, stripe_bytes((share.size for share in written), self.shares.ranks)
+        for total in self._meet(shares.open(file_name(shares.rank), step), length, None):
+            yield
+        parity = whole_piece("parity", total)
         kept = write_file(shares.disk, shares.store.writing(step) / PARITY, [parity], {})
         shares.commit(step, written, [kept], manifest)
 
-    def _meet(self, share: np.ndarray, length: int, lost: int | None) -> Tensor:
-        """The XOR of the stripes whose home is here. In round s all but the lost send to the s-th next."""
+    def _meet(self, share: np.ndarray, length: int, lost: int | None) -> Iterator[Tensor]:
+        """The XOR of the stripes whose home is here, whole at the end. In round s the lost sends nothing."""
         group, rank, ranks = self.shares.group, self.shares.rank, self.shares.ranks
         total = torch.zeros(length // WORD, dtype=torch.int64)
         for s in range(1, ranks):
-            to, source, under_way = (rank + s) % ranks, (rank - s) % ranks, None
+            to, source, going, coming = (rank + s) % ranks, (rank - s) % ranks, None, None
             if to != lost:
                 own = stripe(share, rank, to, ranks, length)
-                under_way = collectives.send(own, to, group, async_op=True)
+                going = collectives.send(own, to, group, async_op=True)
             if source != lost:
-                total ^= collectives.receive(total, source, group)
-            if under_way is not None:
-                under_way.wait()
-        return total
+                coming = collectives.receive(total, source, group, async_op=True)
+            yield total
+            if coming is not None:
+                total ^= coming.wait()
+            if going is not None:
+                going.wait()
 
     def recover(self, wanted: Iterable[int] | None = None) -> tuple[dict[str, Any], list[File]]:
         """As PeerCopies': a lost share is rebuilt first. Lost, on all ranks: more than one rank is gone."""
@@ -344,7 +363,8 @@ class ParityCopies:
         if shares.rank != lost:
             share, parity = (shares.open(name, step) for name in (file_name(shares.rank), PARITY))
             words = torch.from_numpy(np.array(parity[-length:])).view(torch.int64)  # the end of its file
-            collectives.send(self._meet(share, length, lost) ^ words, lost, group)
+            *_, total = self._meet(share, length, lost)
+            collectives.send(total ^ words, lost, group)
             return
         (folder := shares.store.folder / FETCHED).mkdir(parents=True, exist_ok=True)
         with new_file(shares.disk, folder / file_name(lost)) as file:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 
 from minitrain.plan.planner import Task, layouts, needs
-from minitrain.plan.predict.predicted_step import Prediction, predict
+from minitrain.plan.predict.predicted_step import predict
 from minitrain.plan.predict.work import WorkOf
-from minitrain.plan.strategy import Strategy
 from minitrain.ranks.checks import require_nonempty, require_positive, require_positive_ints
 from minitrain.systems.cluster.jobs import Job, Policy, free_devices, place
 from minitrain.systems.plan.integer_program import IntegerProgram
@@ -99,9 +98,7 @@ def elastic(speed: Callable[[Job, str, int], float] = Job.rate) -> Policy:
     return policy
 
 
-def cells(
-    tasks: Iterable[Task], work_of: WorkOf, allowed: Callable[[Strategy], bool] = lambda strategy: True
-) -> dict[Configuration, Prediction]:
+def cells(tasks: Iterable[Task], work_of: WorkOf, allowed: Callable = lambda plan: True) -> dict:
     """{(device, ranks): the fastest allowed plan that fits} of a task for each kind and count of devices."""
     found = {}
     for task in tasks:

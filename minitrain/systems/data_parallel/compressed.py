@@ -57,9 +57,7 @@ def dense(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, Tensor]:
     return all_reduce(x, group), x
 
 
-def top_k(
-    share: float, x: Tensor, group: ProcessGroup, step: int, among=1.0, blocks: Blocks | None = None
-) -> tuple[Tensor, Tensor]:
+def top_k(share: float, x: Tensor, group, step: int, among=1.0, blocks=None) -> tuple[Tensor, Tensor]:
     """Of a share of drawn places; values as they are, or as codes. Messages add up in the order of ranks."""
     few, k = drawn(x, max(share, among), step), count(share, x)
     values = x.flatten()[few]

@@ -195,7 +195,7 @@ class LayerWindow:
 
     parameters = property(lambda self: list(self._home.values()))  # the host's, for an optimizer
 
-    def update_beside(self, make_optimizer: Callable) -> None:
+    def update_on_host(self, make_optimizer: Callable) -> None:
         """From now on the host updates each layer by an optimizer of its own, beside the backward of those in
         front of it; gradients are gone then."""
         self._optimizers = {home: make_optimizer([home]) for home in self.parameters}

@@ -99,9 +99,7 @@ class Reduced(NamedTuple):
     goodput: float  # of what links give that never idle
 
 
-def _reduced(
-    values, slots: float, memory: int, *, beside=False, loss: float = 0, late_us: float = 0, seed: int = 0
-) -> Reduced:
+def _reduced(values, slots: float, memory: int, *, beside=False, loss=0.0, late_us=0.0, seed=0) -> Reduced:
     """Each worker has a link of 100 Gb/s and 1 us up to the switch and one down, which lose packets with
     chance `loss`. `beside`: sums are made a link further. The last worker begins `late_us` late."""
     require_nonnegative(late_us=late_us)

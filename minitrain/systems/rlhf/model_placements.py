@@ -59,9 +59,7 @@ def device_bytes(parameters: Mapping[str, Number], devices: Mapping[str, str], t
     return found
 
 
-def tasks_of(
-    calls: Sequence[Call], lanes: Mapping[str, str], batches: int = 1, stale: int = 0, transfer: Number = 0
-) -> list[Task]:
+def tasks_of(calls: Sequence[Call], lanes: Mapping, batches=1, stale=0, transfer: Number = 0) -> list[Task]:
     """For `play`: "generate 0", .., each call on its lane. A call has a model's weights after the training
     `stale` batches before the last one."""
     require_positive_ints(1 << 12, batches=batches)

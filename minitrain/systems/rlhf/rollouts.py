@@ -103,9 +103,7 @@ def grpo_step(actor, reference, loss, tokens: Tensor, answers: int, step: int, *
     return learned(rewards, old - before, *groups)
 
 
-def ppo_step(
-    actor, critic, reference, reward, losses, tokens: Tensor, step: int, *groups, kl=0.02, updates=2
-) -> Learned:
+def ppo_step(actor, critic, reference, reward, losses, tokens, step, *groups, kl=0.02, updates=2) -> Learned:
     """`losses` of actor and critic. The reward model's score in (0, 1) comes with the last token; each token
     costs kl · log(π / π_ref)."""
     require_nonnegative(kl=kl)

@@ -223,7 +223,9 @@ class _Player:
         stream = transfer.stream
         transfer.ended, stream.free_s = True, transfer.end_s
         for rank, event, issued_s in transfer.arrived:
-            span = Span(_stream_name(event), "transfer", transfer.start_s, transfer.end_s, event, issued_s)
+            ends = {"send": f" to {event.members[-1]}", "receive": f" from {event.members[0]}"}
+            name = event.axis + ends.get(event.op, "")
+            span = Span(name, "transfer", transfer.start_s, transfer.end_s, event, issued_s)
             self.spans[rank].append(span)
         if transfer.wires:
             self.wires.leave(transfer)
@@ -268,12 +270,6 @@ class _Player:
         if missing:
             said = "rank {1} never arrives in {3}, where rank {2} is"
             raise ValueError("; ".join(said.format(*one) for one in sorted(missing)[:4]))
-
-
-def _stream_name(event: Issue) -> str:
-    if event.op == "send":
-        return f"{event.axis} to {event.members[1]}"
-    return f"{event.axis} from {event.members[0]}" if event.op == "receive" else event.axis
 
 
 def _call(event: Issue) -> str:

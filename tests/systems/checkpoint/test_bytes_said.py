@@ -72,7 +72,7 @@ def parity_on_a_rank(folder):
     copies = ParityCopies(Shares(folder / f"machine{group.rank()}", group))
     piece = whole_piece("parameters/w", torch.arange(90_000.0))
     with Ledger() as ledger:
-        copies._meet(bytes_of(piece.values), 120_000, lost=None)
+        list(copies._meet(bytes_of(piece.values), 120_000, lost=None))
     return ledger.peak_bytes
 
 

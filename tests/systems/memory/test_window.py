@@ -126,7 +126,7 @@ def test_the_host_updates_a_layer_beside_the_backward_of_others():
             updated.set()
 
     first, window = model.layers[1], LayerWindow(model.layers, window=2)
-    window.update_beside(lambda params: Telling(params, lr=1e-2))
+    window.update_on_host(lambda params: Telling(params, lr=1e-2))
     seen = lambda *_: beside.append(updated.wait(60)) if torch.is_grad_enabled() else None
     first.register_forward_pre_hook(seen)
     for wanted in train_plainly(plain):
