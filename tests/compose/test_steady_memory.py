@@ -204,7 +204,7 @@ def inside(core):
 
 
 ALIKE = (
-    "gpipe greedy zb_h2 v_min v_half breadth_first zb_interleaved".split()
+    "gpipe greedy zb_h2 v_min v_half breadth_first zb_interleaved dualpipe seq1f1b".split()
 )  # as their neighbours are played
 
 

@@ -58,7 +58,7 @@ def test_losses():
     assert losses.PreferenceLoss()(torch.tensor([[[2.0]], [[0.0]]]), None).item() == pytest.approx(0.12692801)
 
 
-@pytest.mark.parametrize("method, steps, demonstrations", [("grpo", 12, 60), ("ppo", 24, 80)])
+@pytest.mark.parametrize("method, steps, demonstrations", [("grpo", 12, 60), ("ppo", 16, 80)])
 def test_rlhf_ppo(method, steps, demonstrations):
     """One seed, a short run: the mean reward rises, and the policy stays near its reference."""
     told, _ = launch.run(trained, method, steps, 0, demonstrations, 100, ranks=2, timeout_s=300)[0]
