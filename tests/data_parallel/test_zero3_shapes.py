@@ -18,7 +18,7 @@ from minitrain.data_parallel import states
 from minitrain.data_parallel.zero3 import Zero3
 from tests.parallel import TOLERANCE
 
-W, T, DRAWS = 4, 3, 100
+W, T, DRAWS = 4, 3, 60
 
 
 @dataclass

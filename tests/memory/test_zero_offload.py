@@ -85,7 +85,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "zero2"])
 def test_updates_on_the_host_are_those_on_the_device(name):
     """With clipping, which needs all gradients first, and without."""
     here, there = exact(**LAYOUTS[name]), exact(**LAYOUTS[name], offload="optimizer")
