@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from docs import house
 from minitrain.cli import main
-from minitrain.course import house, notebook
+from minitrain.course import notebook
 from minitrain.model.config import presets
 from minitrain.model.data.token_files import write_pair
 from minitrain.plan.strategy import Strategy
@@ -92,7 +93,7 @@ def test_chapters_and_their_minutes_are_those_of_the_notebooks():
 
 
 def test_the_house_is_drawn_as_it_is():
-    """`python -m minitrain.course.house`, lines in hundreds."""
+    """`python -m docs.house`, lines in hundreds."""
     assert house.drawn() in CONTRIBUTING, house.drawn()
 
 

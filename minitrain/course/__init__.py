@@ -1,10 +1,8 @@
 """What chapters and exercises need around the package.
 
 First  notebook            show a function, set numbers beside formulas, run a notebook
-       reading             what follows from the rest of a chapter: times, links, the lines of shown sources
        atlas               every system covered, and the test that proves it
        kernels             started without a port that another program could take, interrupted in one line
-       house               rooms, floors and arrows of the package, and what one module needs
        home                where chapters and exercises are: in a clone, or laid out from a wheel
 then   lab                 copies of both for the reader to work in
        exercises           make, prove and grade exercise notebooks

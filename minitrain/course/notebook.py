@@ -11,10 +11,12 @@ import copy
 import inspect
 import json
 import re
+import sys
 import textwrap
 import time
 from fractions import Fraction
 from pathlib import Path
+from types import TracebackType
 from typing import Callable, Mapping
 
 from minitrain.course.home import HOME, PACKAGE, at_home
@@ -29,6 +31,28 @@ METADATA = {  # what JupyterLab writes; with another Python the line of its vers
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": _PYTHON | {"nbconvert_exporter": "python"},
 }
+
+
+def hide_frames() -> None:
+    """An error in a notebook shows the reader's lines; `%tb` shows those of minitrain and below it, too."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+    def shown(shell, kind, error, trace, tb_offset=None) -> None:
+        links = [trace]
+        while links[-1].tb_next:
+            links.append(links[-1].tb_next)
+        files = [link.tb_frame.f_code.co_filename for link in links]
+        if any(file.startswith(f"{PACKAGE}/") for file in files) and not hasattr(error, "_render_traceback_"):
+            error.add_note("(%tb shows the lines inside minitrain, too)")
+            trace = None
+            for link, file in reversed([*zip(links, files)]):
+                if link is links[0] or not (file.startswith(f"{PACKAGE}/") or "site-packages" in file):
+                    trace = TracebackType(trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
+        shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
+        sys.last_traceback = error.__traceback__
+
+    if shell:
+        shell.set_custom_exc((Exception,), shown)
 
 
 def show(*things: Callable) -> None:
@@ -196,3 +220,6 @@ def joined(outputs: list) -> list:
         else:
             together.append(output)
     return together
+
+
+hide_frames()

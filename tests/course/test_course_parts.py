@@ -2,7 +2,10 @@
 laid out, kernels that end, and the words of the command; no notebook runs here."""
 
 import asyncio
+import json
 import signal
+import sys
+import traceback
 import types
 import zipfile
 from pathlib import Path
@@ -280,3 +283,25 @@ def test_an_interrupt_of_a_command_is_exit_code_130(monkeypatch):
     monkeypatch.setattr(home, "at_home", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
     result = invoke("list")
     assert (result.exit_code, result.output) == (130, "")
+
+
+def test_an_error_in_a_notebook_shows_the_readers_lines(monkeypatch):
+    shell = types.SimpleNamespace()
+    shell.set_custom_exc = lambda kinds, handler: setattr(shell, "handler", handler)
+    shell.showtraceback = lambda told, tb_offset: setattr(shell, "told", told)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(sys, "last_traceback", None, raising=False)
+    notebook.hide_frames()
+
+    def shown(cell) -> list[str]:
+        try:
+            cell()
+        except Exception as error:
+            shell.handler(shell, type(error), error, error.__traceback__)
+            assert sys.last_traceback is error.__traceback__ and shell.told[1] is error
+            return [frame.name for frame in traceback.extract_tb(shell.told[2])]
+
+    within = lambda: notebook.compare({"a": (1, object())})
+    assert shown(within) == ["shown", "<lambda>"] and shell.told[1].__notes__[0].startswith("(%tb shows")
+    assert len(traceback.extract_tb(sys.last_traceback)) > 3, "down to the line of minitrain"
+    assert shown(lambda: json.loads("{")) == ["shown", "<lambda>", "loads", "decode", "raw_decode"]

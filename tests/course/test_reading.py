@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from minitrain.course import notebook, reading
+from docs import reading
+from minitrain.course import notebook
+from minitrain.course.plot import style
 
 CHAPTERS = notebook.chapters()
 APPENDICES = {
@@ -58,7 +60,7 @@ def sources_shown(number: str) -> str:
 
 
 def test_reading_paths_are_those_of_the_map_and_leave_no_chapter_out():
-    assert reading.paths() in reading.MAP.read_text()  # run: python -m minitrain.course.reading
+    assert reading.paths() in reading.MAP.read_text()  # run: python -m docs.reading
     assert {*CHAPTERS} <= {number for _, listed in reading.PATHS.values() for number in listed.split()}
 
 
@@ -68,7 +70,7 @@ class TestChapter:
         """Times as counted, links to modules, exercise, papers and neighbours, sources at their present line."""
         found = json.loads(CHAPTERS[number].read_text())
         before = json.dumps(found)
-        assert json.dumps(reading.set_right(found, number)) == before  # python -m minitrain.course.reading
+        assert json.dumps(reading.set_right(found, number)) == before  # python -m docs.reading
 
     def test_the_core_path_takes_an_hour(self, number):
         """What does not fit is an optional section, which nothing in the core path needs, or an appendix."""
@@ -129,12 +131,18 @@ class TestChapter:
         ), "a parameter for the reader, with the comment `# turn me: values to try`"
 
     def test_pictures_say_what_they_show(self, number):
+        """By the table of titles; the text of a widget, or of a picture with another title, is made of its parts."""
+        told = set()
         for cell in cells(number, "code"):
             for output in cell["outputs"]:
                 if "image/png" in output.get("data", {}):
                     about = output["metadata"].get("image/png", {})
                     assert len(about.get("alt", "")) >= 20, cell["source"]
+                    told.add(about["alt"])
                     assert about["width"] <= 720, "twice as many pixels as it is wide"
+        rows = (line.split("\t") for line in style.Path(style.__file__).with_name("pictures.tsv").open())
+        untold = {row[2].strip() for row in rows if row[0] == number} - told
+        assert not untold, f"pictures.tsv: titles that no picture of the chapter has, {untold}"
 
     def test_ends_with_the_same_sections(self, number):
         headings = re.findall(r"^## .*$", prose(number), re.M)

@@ -8,7 +8,8 @@ stays open, and equal data give equal pictures, to the byte.
 import io
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
+from pathlib import Path
 
 import numpy
 from matplotlib import rc_context
@@ -19,6 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
 from PIL import Image
+
+import minitrain.course.notebook  # noqa: F401 - an error shows the reader's lines
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -64,21 +67,40 @@ def styled(draw: Callable[..., Figure]) -> Callable[..., Figure]:
 class Picture(Figure):
     """A figure which a notebook shows without pyplot, drawn in the one style wherever it is saved."""
 
-    alt = ""  # what it shows, for those who cannot see it
+    alt = ""  # in place of `alternative`
 
     def _repr_png_(self) -> tuple[bytes, dict]:
         width, height = (int(200 * inches + 1e-6) // 2 for inches in self.get_size_inches())
-        return png(self), {"width": width, "height": height} | ({"alt": self.alt} if self.alt else {})
+        return png(self), {"width": width, "height": height, "alt": self.alt or alternative(self)}
 
     def savefig(self, *args, **settings) -> None:
         with rc_context(style()):
             super().savefig(*args, **settings)
 
 
-def described(figure: Picture, alt: str) -> Picture:
-    """With an alternative text: notebooks keep it beside the picture, and pages made of them show it."""
-    figure.alt = alt
-    return figure
+@cache
+def _of_chapters() -> dict[str, str]:
+    """{title: what the picture shows}"""
+    rows = Path(__file__).with_name("pictures.tsv").read_text().splitlines()[1:]
+    return dict(row.split("\t")[1:] for row in rows)
+
+
+def alternative(figure: Figure) -> str:
+    """What a picture shows, for those who cannot see it: a chapter's as `pictures.tsv` says it by its title,
+    any other by its title, its axes, and where each curve begins and ends."""
+    title = " ".join(figure.get_suptitle().split())
+    if title in _of_chapters():
+        return _of_chapters()[title]
+    said, curves = [title], {}
+    for ax in figure.axes:
+        said.append(" over ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel()))))
+        curves |= {str(line.get_label()): line.get_ydata() for line in ax.get_lines()}
+    said += [
+        f"{name} from {y[0]:.4g} to {y[-1]:.4g}" for name, y in curves.items() if name[:1] not in ("", "_")
+    ]
+    legends = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    said += [text for text in legends if text not in curves]
+    return ". ".join(dict.fromkeys(filter(None, said)))
 
 
 def png(figure: Figure) -> bytes:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from fractions import Fraction
+from functools import partial
 
 import matplotlib
 import pytest
@@ -12,7 +13,7 @@ from minitrain.course.plot import expert_charts as plot_experts
 from minitrain.course.plot import pipeline_charts as plot_pipeline
 from minitrain.course.plot import precision as plot_precision
 from minitrain.course.plot import style
-from minitrain.course.plot.style import COLOURS, CYCLE, ink_on, png
+from minitrain.course.plot.style import COLOURS, CYCLE, ink_on
 from minitrain.pipeline.schedule import in_flight
 from minitrain.pipeline.schedules.one_direction import interleaved, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
@@ -237,10 +238,14 @@ def test_number_lines_have_a_stroke_for_each_positive_number_and_grey_subnormals
         plot_precision.number_lines({"fp16": range(1001)}, title="")
 
 
-def test_a_described_picture_carries_its_text():
-    plain = PICTURES["heat"]()
-    data, metadata = style.described(plain, "two ranks")._repr_png_()
-    assert data == png(plain) and metadata["alt"] == "two ranks"
+def test_a_picture_says_what_it_shows():
+    lines = partial(plot.lines, [1, 2], {"a": [3, 1], "b": [0, 0.25]}, xlabel="step", ylabel="loss")
+    said = "A race. loss over step. a from 3 to 1. b from 0 to 0.25"
+    assert lines(title="A race")._repr_png_()[1]["alt"] == said
+    number, title, text = (
+        (style.Path(style.__file__).with_name("pictures.tsv")).read_text().splitlines()[1].split("\t")
+    )
+    assert number == "00" and lines(title=title)._repr_png_()[1]["alt"] == text
 
 
 def test_errors_say_what_can_be_drawn():

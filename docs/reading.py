@@ -1,6 +1,6 @@
 """What follows from the rest of a chapter: how long it takes to read, where links lead, what stands where.
 
-    python -m minitrain.course.reading          sets all chapters right, without running them
+    python -m docs.reading          sets all chapters right, without running them
 
 Nothing here is a matter of opinion: times are counted, paths and papers become links, shown sources say their
 present line. `tests/course/test_reading.py` holds every chapter to it, and to the rules of a chapter.

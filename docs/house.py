@@ -1,7 +1,7 @@
 """The house as it is: which room stands on which, how large each is, and what one module needs to be read.
 
-    python -m minitrain.course.house                              floors, lines, arrows
-    python -m minitrain.course.house minitrain.moe.router         the modules that it needs, and their lines
+    python -m docs.house                              floors, lines, arrows
+    python -m docs.house minitrain.moe.router         the modules that it needs, and their lines
 
 A room is a folder of minitrain, or a module at its top. Imports are read from the source with `ast`, those
 inside functions too; nothing is imported.
@@ -12,7 +12,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[1] / "minitrain"
 
 
 def name_of(path: Path) -> str:
