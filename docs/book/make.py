@@ -47,6 +47,13 @@ PARTS = {  # the first chapter of each part of the course
 }
 EXPLORERS = "collectives", "schedules", "layout", "network"  # pages of docs/book/explorers
 PICTURE = re.compile(r'<picture><source.* srcset="(.+?)"><img alt="(.+?)" src="(.+?)"></picture>')
+EXPLORER = re.compile(r"[^\n]*\[([^]]+)\]\(site:explorers/(\w+\.html)\).*")  # a paragraph with such a link
+FRAME = """
+
+```{raw} html
+<iframe class="explorer" loading="lazy" title="%s" src="../explorers/%s"></iframe>
+```
+"""
 LINK = re.compile(r"(?<=\]\()[^()\s]+(?=\))")
 CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 
@@ -97,7 +104,8 @@ class Pages:
         page, notebook = path.relative_to(REPO).as_posix(), json.loads(path.read_text())
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":
-                cell["source"] = self.text("".join(cell["source"]), page)
+                source = self.text("".join(cell["source"]), page)
+                cell["source"] = EXPLORER.sub(lambda said: said[0] + FRAME % (said[1], said[2]), source)
             if cell["metadata"].get("jupyter", {}).get("outputs_hidden"):
                 cell["metadata"].setdefault("tags", []).append("hide-output")
             for output in cell.get("outputs", ()):

@@ -1,5 +1,7 @@
 // What the explorers' pages share: read the form, draw, say the numbers, keep the setting in the address.
 
+if (self !== top) document.documentElement.classList.add("framed"); // inside a chapter
+
 const $ = (selector) => document.querySelector(selector);
 
 // {name: value} of the form's inputs; numbers are numbers.
