@@ -18,11 +18,13 @@ _COPIES["copy that shares a link"] = {"facecolor": ORANGE, "hatch": "xxxxx", "ed
 
 
 @style.styled
-def links(run, lanes: Sequence[str] = (), *, kinds: Mapping[str, str] | None = None, title: str) -> Figure:
+def links(
+    run, lanes: Sequence[str] = (), *, kinds: Mapping[str, str] | None = None, names={}, title: str
+) -> Figure:
     """A `simulate.links.Run`: its lanes, or those named, downwards.
 
-    `kinds`, {start of a task's name: "forward"}, colours work by meaning. Before its last task a lane of work
-    waits wherever it does nothing."""
+    `kinds`, {start of a task's name: "forward"}, colours work by meaning, which the legend calls so or as in
+    `names`. Before its last task a lane of work waits wherever it does nothing."""
     lanes = list(lanes) or list(dict.fromkeys(task.lane for task in run.tasks.values()))
     if not 0 < len(lanes) <= 24 or any(not run.lane(lane) for lane in lanes):
         empty = [lane for lane in lanes if not run.lane(lane)]
@@ -48,7 +50,7 @@ def links(run, lanes: Sequence[str] = (), *, kinds: Mapping[str, str] | None = N
             look = _COPIES.get(what) or style.look_of(what)
             if widths:
                 ax.broken_barh(widths, (y - 0.4, 0.8), **look, linewidth=0.4 * (what != "wait"))
-                drawn.setdefault(what, Patch(**look, linewidth=0, label=what))
+                drawn.setdefault(what, Patch(**look, linewidth=0, label=names.get(what, what)))
     style.row_labels(ax, lanes)
     ax.set(xlim=(0, float(run.end_s) / scale or 1), xlabel=f"time ({unit})")
     return style.finished(figure, title, [drawn[what] for what in sorted(drawn)])

@@ -65,6 +65,33 @@ def one_matrix() -> Figure:
 
 
 @style.styled
+def four_models() -> Figure:
+    """An iteration of RLHF: who writes, who is asked, who is trained."""
+    figure, ax = _blank(height=2.7, right=10.2, top=4.3)
+    _box(ax, (0.7, 2.0), "prompts", wide=1.1, colour="white")
+    _box(ax, (2.5, 2.0), "actor\nwrites answers", wide=1.7, colour=SKY)
+    asked = (
+        (3.4, "reward model: a score", PALE),
+        (2.0, "reference: log π_ref of each token", PALE),
+        (0.6, "critic: V of each token (PPO)", SKY),
+    )
+    for y, text, colour in asked:
+        _box(ax, (5.5, y), text, wide=3.0, colour=colour)
+        _arrow(ax, (3.37, 2.0 + 0.12 * (y - 2.0)), (3.98, y))
+        _arrow(ax, (7.02, y), (7.53, 2.0 + 0.12 * (y - 2.0)))
+    _box(ax, (8.7, 2.0), "advantages,\ntwo losses", wide=2.2, tall=1.1, colour="white")
+    _arrow(ax, (1.27, 2.0), (1.63, 2.0))
+    for start, corner, end in (((8.7, 2.57), 4.15, (2.5, 2.45)), ((8.7, 1.43), 0.6, (7.05, 0.6))):
+        ax.plot([start[0]] * 2, [start[1], corner], color=ORANGE, linewidth=1.3)
+        ax.plot([start[0], end[0]], [corner] * 2, color=ORANGE, linewidth=1.3)
+        _arrow(ax, (end[0] + 0.01, corner), end, ORANGE)
+    meaning = {"trained": SKY, "only asked": PALE, "update": ORANGE}
+    return style.finished(
+        figure, "Four models learn from rewards: two are trained, two are only asked", meaning
+    )
+
+
+@style.styled
 def node(machine) -> Figure:
     """The devices of one node (`simulate.machines`), all joined by a switch, each with its network card."""
     count = machine.devices_per_node
