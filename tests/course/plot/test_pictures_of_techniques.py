@@ -129,6 +129,7 @@ PICTURES = {
     "plans": lambda: recompute_charts.plan({"keep all": every(6, 6), "revolve": revolve(6, 2)}, title="six"),
     "three runs": schematics.three_runs,
     "one matrix": schematics.one_matrix,
+    "four models": schematics.four_models,
     "node": lambda: schematics.node(machine("h100")),
     "ring and trees": lambda: schematics.ring_and_trees(*double_binary_tree(8)),
     "rings and heads": lambda: sequence_charts.rings_and_heads(4),
