@@ -204,6 +204,10 @@ def test_modules_keep_no_state(path):
     """What a call changes came as an argument, or is in the one object of the process."""
     names = {f"{name_of(path).removeprefix('minitrain.')} {name}" for name in changed_by_functions(path)}
     assert names <= STATE.keys(), f"{sorted(names - STATE.keys())}: state of a module; see ranks/process.py"
+    loops = [node for node in tree_of(path).body if isinstance(node, (ast.For, ast.While, ast.With))]
+    assert not loops or "minitrain/ranks" in str(path), (
+        "a table filled by a loop: `minitrain lift` would leave it empty"
+    )
 
 
 # Of os, sys and named tuples: documented, whatever they are called.
