@@ -30,11 +30,9 @@ def bad_for(kind: str) -> list[str]:
 # What a command needs beside the parameter that is tried, and what would otherwise be read or drawn.
 NEEDED = {
     "train": ["--text", "text.txt", "--batch", "2", "--length", "8", "--steps", "1"],
-    "replay": ["tiny", "--ranks", "2", "--length", "8"],
-    "convert": ["folder", "target"],
-    "grade": ["02"],
+    "replay": ["tiny", "--ranks", "2", "--length", "8"], "convert": ["folder", "target"], "grade": ["02"],
     "run": ["00"],
-}
+}  # fmt: skip
 
 
 def reached(*_, **__):

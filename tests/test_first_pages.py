@@ -487,11 +487,9 @@ def beside_minitrain(layout):
 
 
 LAYOUTS = [
-    dict(pp=2, cp=2, tp=2, zero=1),
-    dict(dp=2, pp=2, cp=2, zero=3),
-    dict(dp=2, cp=2, tp=2, zero=2),
+    dict(pp=2, cp=2, tp=2, zero=1), dict(dp=2, pp=2, cp=2, zero=3), dict(dp=2, cp=2, tp=2, zero=2),
     dict(dp=2, pp=2, tp=2, zero=0),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda one: " ".join(f"{k}{v}" for k, v in one.items()))

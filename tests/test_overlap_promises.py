@@ -70,12 +70,10 @@ def of_data_parallel(make, frozen=()):
 BUCKET = WIDTH * WIDTH * 8
 DATA_PARALLEL = {
     "bucketed": lambda model, group, _: GradReducer(model.parameters(), group, BUCKET),
-    "zero1": lambda *args: Zero1(*args, BUCKET),
-    "zero2": lambda *args: Zero2(*args, BUCKET),
-    "zero3": Zero3,
-    "zero3, later": lambda *args: Zero3(*args, reshard=False),
+    "zero1": lambda *args: Zero1(*args, BUCKET), "zero2": lambda *args: Zero2(*args, BUCKET),
+    "zero3": Zero3, "zero3, later": lambda *args: Zero3(*args, reshard=False),
     "zero3, no prefetch": lambda *args: Zero3(*args, prefetch=False),
-}
+}  # fmt: skip
 
 
 def of(forward, *tensors):

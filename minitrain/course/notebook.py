@@ -46,7 +46,7 @@ def hide_frames() -> None:
             error.add_note("(%tb shows the lines inside minitrain, too)")
             trace = None
             for link, file in reversed([*zip(links, files)]):
-                if link is links[0] or not (file.startswith(f"{PACKAGE}/") or "site-packages" in file):
+                if link is links[0] or not (file.startswith(f"{PACKAGE}/") or "lib/python3" in file):
                     trace = TracebackType(trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
         shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
         sys.last_traceback = error.__traceback__

@@ -9,11 +9,9 @@ from minitrain.attention.kernel import FUSED, PLAIN
 from minitrain.model.layers import naive_attention
 
 KERNELS = {
-    "whole matrices": PLAIN,
-    "torch's kernels": FUSED,
-    "tiles, version 1": flash_1(4096),
+    "whole matrices": PLAIN, "torch's kernels": FUSED, "tiles, version 1": flash_1(4096),
     "tiles, version 2": flash_2(4096),
-}
+}  # fmt: skip
 ERRORS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 

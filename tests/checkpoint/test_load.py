@@ -217,14 +217,11 @@ def refusals(checkpoint):
 
 
 REFUSALS = [
-    "layers.1.attention.q.weight not at all, this model [16, 16]",
-    "layers.1.attention.q.weight not at all",
-    "elements of optimizer/layers.2.mlp.up.weight/exp_avg",
-    "layers.3.attention.k.",
-    "layers.1.mlp.down.weight [16, ",
-    "layers.1.attention.k.bias not at all, this model [8]",
+    "layers.1.attention.q.weight not at all, this model [16, 16]", "layers.1.attention.q.weight not at all",
+    "elements of optimizer/layers.2.mlp.up.weight/exp_avg", "layers.3.attention.k.",
+    "layers.1.mlp.down.weight [16, ", "layers.1.attention.k.bias not at all, this model [8]",
     "torch.float64 in the checkpoint, [29, 16] torch.bfloat16 in this run",
-]
+]  # fmt: skip
 
 
 def test_another_model_is_refused_in_one_line_and_nothing_has_changed(saved_by):

@@ -9,13 +9,10 @@ from tests.context.test_context_dropout import dropped_in_one_process
 from tests.parallel import TOLERANCE, Problem, difference, one_process, small, together, train_pipeline
 
 KINDS = {
-    "rope": {},
-    "alibi": dict(positions="alibi"),
-    "learned": dict(positions="learned", num_kv_heads=4),
-    "dropout": dict(dropout=0.2),
-    "alibi and dropout": dict(positions="alibi", dropout=0.2),
+    "rope": {}, "alibi": dict(positions="alibi"), "learned": dict(positions="learned", num_kv_heads=4),
+    "dropout": dict(dropout=0.2), "alibi and dropout": dict(positions="alibi", dropout=0.2),
     "latent": dict(kv_latent=8, rope_head_dim=2, num_kv_heads=4),
-}
+}  # fmt: skip
 ULYSSES = dict(core="ulysses")
 WAYS = [
     ("rope", seq1f1b(2, 2, 2), dict(layout="zigzag")),

@@ -26,13 +26,11 @@ from minitrain.ranks.torch_private import DispatchMode
 from tests import parallel
 
 WAYS = {
-    "stage 1": (Zero1, dict(bucket_bytes=3000)),
-    "stage 2": (Zero2, dict(bucket_bytes=3000)),
-    "stage 2, keep": (Zero2, dict(bucket_bytes=3000, accumulate="keep")),
-    "stage 3": (Zero3, {}),
+    "stage 1": (Zero1, dict(bucket_bytes=3000)), "stage 2": (Zero2, dict(bucket_bytes=3000)),
+    "stage 2, keep": (Zero2, dict(bucket_bytes=3000, accumulate="keep")), "stage 3": (Zero3, {}),
     "stage 3, keep": (Zero3, dict(accumulate="keep")),
     "stage 3, no reshard, no prefetch": (Zero3, dict(reshard=False, prefetch=False)),
-}
+}  # fmt: skip
 BATCHES = (12, 11)  # 11 sequences fall unevenly on 2 and on 4 ranks
 
 
@@ -258,11 +256,9 @@ def memory_of(way, config):
 
 
 FORMULAS = {
-    "data parallel": lambda n: (2, 2, 12),
-    "stage 1": lambda n: (2, 2, 12 / n),
-    "stage 2": lambda n: (2, 2 / n, 12 / n),
-    "stage 3": lambda n: (2 / n, 2 / n, 12 / n),
-}
+    "data parallel": lambda n: (2, 2, 12), "stage 1": lambda n: (2, 2, 12 / n),
+    "stage 2": lambda n: (2, 2 / n, 12 / n), "stage 3": lambda n: (2 / n, 2 / n, 12 / n),
+}  # fmt: skip
 EVEN = GPTConfig(vocab_size=64, d_model=32, num_layers=2, num_heads=4, max_positions=16, tied=False)
 
 

@@ -34,12 +34,10 @@ def reference():
 
 
 SCHEDULES = {
-    "gpipe": lambda p: gpipe(p, 4),
-    "1f1b": lambda p: one_f_one_b(p, 4),
-    "interleaved": lambda p: interleaved(p, 4, 2),
-    "breadth-first": lambda p: breadth_first(p, 4, 2),
+    "gpipe": lambda p: gpipe(p, 4), "1f1b": lambda p: one_f_one_b(p, 4),
+    "interleaved": lambda p: interleaved(p, 4, 2), "breadth-first": lambda p: breadth_first(p, 4, 2),
     "split": lambda p: split(one_f_one_b(p, 4), late=0),
-}
+}  # fmt: skip
 
 
 @cache

@@ -18,13 +18,11 @@ from minitrain.precision.products import PRODUCTS, Scales, multiply
 from minitrain.systems.precision.narrow_sums import sum_in, tensor_core_matmul
 
 WAYS = {
-    "float32": dict(),
-    "bfloat16": dict(precision="bfloat16"),
-    "float16": dict(precision="float16"),
+    "float32": dict(), "bfloat16": dict(precision="bfloat16"), "float16": dict(precision="float16"),
     "fp8_delayed": dict(precision="bfloat16", products="fp8_delayed"),
     "fp8_tiles": dict(precision="bfloat16", products="fp8_tiles"),
     "mxfp8": dict(precision="bfloat16", products="mxfp8"),
-}
+}  # fmt: skip
 
 
 def trained():

@@ -30,7 +30,6 @@ from tests.precision.training import distance, rows, same, trained
 FP8 = [
     name for name, one in PRODUCTS.items() if getattr(getattr(one, "x", None), "format", None) is formats.E4M3
 ]
-AGREED = ("fp8_tensor", "fp8_delayed", "fp8_e4m3")
 
 
 def operands(seed=0, tokens=160, width=192, out=136):

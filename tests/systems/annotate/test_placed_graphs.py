@@ -105,11 +105,8 @@ def test_the_signatures_of_a_product_are_the_six_of_the_paper():
 
 EQUATIONS = {
     "product": "bd,df->bf bf->b bf->fb b->fb bhts,bhsk->bhtk ab,b,ab->ba ab,cd->cbad ab->",
-    "add": "ab,ab->ab ab->ab",
-    "negate": "ab->ab",
-    "relu": "ab->ab",
-    "step": "a->a",
-}
+    "add": "ab,ab->ab ab->ab", "negate": "ab->ab", "relu": "ab->ab", "step": "a->a",
+}  # fmt: skip
 CASES = [(function, equation) for function, list_ in EQUATIONS.items() for equation in list_.split()]
 
 

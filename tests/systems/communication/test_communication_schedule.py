@@ -11,15 +11,13 @@ from minitrain.systems.communication import algorithms
 from minitrain.systems.communication import chunk_schedule as chunks
 
 ALL_REDUCES = {
-    "ring": algorithms.ring_all_reduce,
-    "direct": algorithms.direct_all_reduce,
+    "ring": algorithms.ring_all_reduce, "direct": algorithms.direct_all_reduce,
     "binomial": algorithms.binomial_all_reduce,
     "halving near first": algorithms.halving_doubling_all_reduce,
     "halving far first": lambda n: algorithms.halving_doubling_all_reduce(n, near_first=False),
-    "doubling": algorithms.doubling_all_reduce,
-    "double tree": algorithms.double_tree_all_reduce,
+    "doubling": algorithms.doubling_all_reduce, "double tree": algorithms.double_tree_all_reduce,
     "double tree in 5 pieces": lambda n: algorithms.double_tree_all_reduce(n, pieces=5),
-}
+}  # fmt: skip
 
 SIZES = [*range(1, 18), 23, 31, 32, 33, 63, 64]
 

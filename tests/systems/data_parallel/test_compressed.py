@@ -156,16 +156,11 @@ def test_mlt():
 # ---- in a run ----------------------------------------------------------------------------------------------
 
 LAYOUTS = {
-    "replicated": dict(dp=4),
-    "ZeRO-1": dict(dp=4, zero=1, bucket_bytes=1000),
-    "ZeRO-2": dict(dp=4, zero=2, bucket_bytes=3000),
-    "ZeRO-3": dict(dp=4, zero=3),
-    "tp": dict(dp=2, tp=2),
+    "replicated": dict(dp=4), "ZeRO-1": dict(dp=4, zero=1, bucket_bytes=1000),
+    "ZeRO-2": dict(dp=4, zero=2, bucket_bytes=3000), "ZeRO-3": dict(dp=4, zero=3), "tp": dict(dp=2, tp=2),
     "tp, slices": dict(dp=2, tp=2, zero=1, sequence_parallel=True),
-    "pp, a tied table": dict(dp=2, pp=2, zero=2),
-    "cp": dict(cp=2, dp=2, zero=3),
-    "ep": dict(dp=4, ep=2),
-}
+    "pp, a tied table": dict(dp=2, pp=2, zero=2), "cp": dict(cp=2, dp=2, zero=3), "ep": dict(dp=4, ep=2),
+}  # fmt: skip
 
 
 def case(layout: dict, **more) -> Draw:

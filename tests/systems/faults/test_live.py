@@ -12,12 +12,9 @@ from tests.parallel import Problem, rows_of_problem, small
 
 PROBLEM = Problem(config=small(tied=False))
 LAYOUTS = {
-    "dp": dict(dp=4),
-    "tp": dict(dp=2, tp=2),
-    "pp": dict(dp=2, pp=2, microbatches=2),
-    "zero1": dict(dp=4, zero=1, bucket_bytes=3000),
-    "zero3": dict(dp=4, zero=3, bucket_bytes=3000),
-}
+    "dp": dict(dp=4), "tp": dict(dp=2, tp=2), "pp": dict(dp=2, pp=2, microbatches=2),
+    "zero1": dict(dp=4, zero=1, bucket_bytes=3000), "zero3": dict(dp=4, zero=3, bucket_bytes=3000),
+}  # fmt: skip
 
 
 def made(layout: dict, seed: int = 3):

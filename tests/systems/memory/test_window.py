@@ -54,10 +54,6 @@ def train_in(window, steps=3, clip=None):
     return losses
 
 
-def same_weights(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
-
-
 # ---- one layer after the other -----------------------------------------------------------------------------
 
 

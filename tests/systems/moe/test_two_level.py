@@ -28,15 +28,13 @@ def limited(nodes):
 
 
 CASES = {
-    "top-4": lambda s, part: router.top_k(s, 4),
-    "masked": lambda s, part: router.top_k(s, 3, mask[part]),
+    "top-4": lambda s, part: router.top_k(s, 4), "masked": lambda s, part: router.top_k(s, 3, mask[part]),
     "nobody": lambda s, part: router.top_k(s, 2, torch.zeros(len(s), dtype=torch.bool)),
     "all on one expert": lambda s, part: router.switch(s + 50.0 * F.one_hot(torch.tensor(5), E).to(s.dtype)),
-    "two nodes of four": limited(2),
-    "one node of four": limited(1),
+    "two nodes of four": limited(2), "one node of four": limited(1),
     "all 8 experts": lambda s, part: router.top_k(s, 8),
     "dropped": lambda s, part: router.top_k(s, 2).within(3),
-}
+}  # fmt: skip
 
 
 def step(make, case, group, wrong=""):

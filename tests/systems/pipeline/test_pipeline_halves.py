@@ -348,11 +348,9 @@ def test_a_rank_that_fails_in_a_half_ends_all(half):
 
 
 NO_PAIRS = {
-    "no rows travel": dict(ep=1),
-    "no pairs": dict(schedule="1f1b"),
-    "rows in chunks": dict(ep_chunks=2),
+    "no rows travel": dict(ep=1), "no pairs": dict(schedule="1f1b"), "rows in chunks": dict(ep_chunks=2),
     "experts travel": dict(ep_travel="experts"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", NO_PAIRS)

@@ -7,12 +7,10 @@ from minitrain.systems.plan.offload import TransformerShape as Shape
 
 # parameters (T), states and kept activations (TiB), working memory (GiB); activations of 4 rows at work (GiB, exact)
 PRINTED = {
-    "0.1T": (0.10, 1.83, 0.05, 1.56, 1.625),
-    "0.5T": (0.50, 9.16, 0.12, 6.25, 2.50),
-    "1T": (1.01, 18.31, 0.20, 9.77, 3.5625),
-    "10T": (10.05, 182.81, 0.76, 64.0, 8.0),
+    "0.1T": (0.10, 1.83, 0.05, 1.56, 1.625), "0.5T": (0.50, 9.16, 0.12, 6.25, 2.50),
+    "1T": (1.01, 18.31, 0.20, 9.77, 3.5625), "10T": (10.05, 182.81, 0.76, 64.0, 8.0),
     "100T": (101.47, 1845.70, 3.08, 400.0, 18.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRINTED)

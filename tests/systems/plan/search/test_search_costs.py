@@ -18,7 +18,6 @@ from minitrain.systems.simulate.replay import replay
 
 ELEMENT = 8
 LAYERS = (linear("a", 16, 32), linear("b", 32, 16), block("c", 16, 64), linear("d", 16, 16))
-SKIP = ((0, 3),)  # 32 of a, 16 of d: only used where the widths agree
 CHAIN = (linear("a", 16, 32), linear("b", 32, 32), block("c", 32, 64), linear("d", 32, 16))
 
 

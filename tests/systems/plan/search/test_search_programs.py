@@ -107,12 +107,9 @@ def on_rank(g, arrays):
 
 
 ON_TENSORS = {
-    "matmul": torch.matmul,
-    "mul": torch.mul,
-    "relu": torch.relu,
-    "beside": lambda x, y: torch.cat((x, y), 1),
-    "glu": lambda x: torch.mul(*x.chunk(2, 1)),
-}
+    "matmul": torch.matmul, "mul": torch.mul, "relu": torch.relu,
+    "beside": lambda x, y: torch.cat((x, y), 1), "glu": lambda x: torch.mul(*x.chunk(2, 1)),
+}  # fmt: skip
 
 
 def test_unity_prices():
@@ -143,12 +140,10 @@ def run(g, arrays, devices):
 
 
 OPERATORS = {
-    "matmul": lambda x, y: x @ y,
-    "mul": lambda x, y: x * y,
-    "relu": lambda x: numpy.maximum(x, 0),
+    "matmul": lambda x, y: x @ y, "mul": lambda x, y: x * y, "relu": lambda x: numpy.maximum(x, 0),
     "beside": lambda x, y: numpy.concatenate([x, y], axis=1),
     "glu": lambda x: x[:, : x.shape[1] // 2] * x[:, x.shape[1] // 2 :],
-}
+}  # fmt: skip
 
 
 def closure(graph, rules):
