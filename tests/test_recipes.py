@@ -21,6 +21,7 @@ WITHOUT = {  # the essential call, and what stands in its place: another output,
     "fp8": ("convert(mlp, recipe)", "pass"),
     "checkpoint": ("states.load_pieces(zero, ", "print("),
     "account": ("nn.parallel.DistributedDataParallel(model)", "model"),
+    "lift": ('lift(["data_parallel.zero2:Zero2"])', '"from minitrain.data_parallel.zero2 import Zero2"'),
 }
 
 
@@ -46,7 +47,7 @@ def test_a_block_is_short_and_prints_what_the_page_says(name, output_of):
     assert output_of(code) == lines_of(expected)
 
 
-@pytest.mark.parametrize("name", NAMES[:-1])
+@pytest.mark.parametrize("name", NAMES)
 def test_without_its_technique_it_prints_something_else(name, output_of):
     (code, expected), (call, instead) = BLOCKS[name], WITHOUT[name]
     assert code.count(call) == 1
