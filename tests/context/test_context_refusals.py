@@ -20,11 +20,9 @@ from minitrain.systems.pipeline.sliced_attention import attend
 from tests.parallel import check_refusals
 
 AXES = {
-    usp_attention: dict(ring=2, ulysses=2),
-    double_ring_attention: dict(outer=2, inner=2),
-    burst_attention: dict(across=2, inside=2),
-    wallfacer_attention: dict(ring=2, team=2),
-}
+    usp_attention: dict(ring=2, ulysses=2), double_ring_attention: dict(outer=2, inner=2),
+    burst_attention: dict(across=2, inside=2), wallfacer_attention: dict(ring=2, team=2),
+}  # fmt: skip
 SLOPES, PLACES = torch.ones(4), torch.arange(8)
 
 

@@ -34,10 +34,8 @@ EXPERTS = ExpertsConfig(
 LAYOUTS = {
     "tp2 overlap": dict(tp=2, microbatches=2, overlap=True),
     "tp2 sequence overlap": dict(tp=2, sequence_parallel=True, overlap=True),
-    "dp2 zero3": dict(dp=2, zero=3, microbatches=2),
-    "dp4 hybrid": dict(dp=4, zero="III", node=2),
-    "cp2 ring": dict(cp=2),
-    "cp4 usp": dict(cp=4, core="usp", ulysses=2),
+    "dp2 zero3": dict(dp=2, zero=3, microbatches=2), "dp4 hybrid": dict(dp=4, zero="III", node=2),
+    "cp2 ring": dict(cp=2), "cp4 usp": dict(cp=4, core="usp", ulysses=2),
     "pp2 late": dict(pp=2, microbatches=4, post_validation=True),
     "pp2 slices": dict(pp=2, microbatches=2, schedule="seq1f1b", slices=2),
     "pp2 dualpipe": dict(pp=2, microbatches=4, schedule="dualpipe"),
@@ -50,7 +48,7 @@ LAYOUTS = {
     "fp8 delayed": dict(tp=2, products="fp8_delayed", precision="bfloat16"),
     "fp8 tiles": dict(tp=2, products="fp8_tiles", sequence_parallel=True),
     "loss scale": dict(dp=2, precision="float16", loss_scale=2.0**12),
-}
+}  # fmt: skip
 
 
 def trained(config: GPTConfig, strategy: Strategy) -> tuple:

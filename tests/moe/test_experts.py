@@ -15,11 +15,9 @@ from minitrain.ranks.ledger import Ledger
 
 E, D, WIDE = 5, 8, 16
 SIZES = {
-    "uneven": [3, 1, 7, 1, 4],
-    "experts without rows": [0, 6, 0, 2, 0],
-    "all on one": [0, 0, 9, 0, 0],
+    "uneven": [3, 1, 7, 1, 4], "experts without rows": [0, 6, 0, 2, 0], "all on one": [0, 0, 9, 0, 0],
     "no rows": [0, 0, 0, 0, 0],
-}
+}  # fmt: skip
 ACTS = {"gelu": (F.gelu, False), "silu, gated": (F.silu, True)}
 
 

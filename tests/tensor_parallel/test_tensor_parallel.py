@@ -41,11 +41,9 @@ CONFIGS = {
     "ALiBi, parallel residual, norm behind the table": small(vocab_size=32, **PARALLEL),
 }
 WAYS = {
-    "plain": {},
-    "sequence": dict(sequence_parallel=True),
-    "plain, overlap": dict(overlap=True),
+    "plain": {}, "sequence": dict(sequence_parallel=True), "plain, overlap": dict(overlap=True),
     "sequence, overlap": dict(sequence_parallel=True, overlap=True),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

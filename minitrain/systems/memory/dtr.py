@@ -158,9 +158,7 @@ class Dynamic(torch_private.DispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self._aside:
-            return func(*args, **kwargs or {})
-        return self.run(func, args, kwargs or {})
+        return func(*args, **kwargs or {}) if self._aside else self.run(func, args, kwargs or {})
 
     def run(self, func: OpOverload, args: tuple, kwargs: dict):
         call, written = Call(func, args, kwargs), _written(func, args, kwargs)
@@ -225,14 +223,12 @@ class Dynamic(torch_private.DispatchMode):
             seen = _Foreseen(like, self._cost(call.func, args, kwargs, like), [], {}, {})
             new: list[int] = []
             for index, tensor in enumerate(tensors(like)):
-                storage = tensor.untyped_storage()
-                key = storage_id(storage)
-                if key in homes:
+                if (key := storage_id(tensor.untyped_storage())) in homes:
                     seen.views[index] = homes[key]
                     continue
                 if key not in new:
                     new.append(key)
-                    seen.sizes.append(storage.nbytes())
+                    seen.sizes.append(tensor.untyped_storage().nbytes())
                 seen.position[index] = new.index(key)
             return seen
 

@@ -32,8 +32,7 @@ Addresses = dict[int, int]
 
 def most_live(lifetimes: Sequence[Lifetime]) -> int:
     """The most bytes that live at one moment."""
-    changes = [(life.born, life.bytes) for life in lifetimes]
-    changes += [(life.dies, -life.bytes) for life in lifetimes]
+    changes = [(one.born, one.bytes) for one in lifetimes] + [(one.dies, -one.bytes) for one in lifetimes]
     sizes = (size for _, size in sorted(changes))  # of one moment deaths come first
     return max(accumulate(sizes), default=0)
 

@@ -162,12 +162,8 @@ class CachingAllocator:
             block = self._new(pool, size)
         if block is None:
             raise self._out_of_memory(requested, self.largest_bytes)
-        rest = block.bytes - size
-        if self.expandable or size <= SMALL:
-            splits = rest >= SMALLEST
-        else:
-            splits = rest > SMALL and size < self.max_split_bytes
-        if splits:
+        rest, small = block.bytes - size, self.expandable or size <= SMALL
+        if rest >= SMALLEST if small else rest > SMALL and size < self.max_split_bytes:
             pool.put(block.cut(size))
         return [block]
 
@@ -195,9 +191,7 @@ class CachingAllocator:
             return self._expanded(pool, size)
         size = rounded(size, PAGE) if size >= DEDICATED_SEGMENT else pool.page
         address = self.memory.segment(size)
-        if address is None:
-            return None
-        return pool.take(pool.put(_Block(address, size, pool)))
+        return None if address is None else pool.take(pool.put(_Block(address, size, pool)))
 
     def _give_back(self, block: _Block) -> None:
         block.pool.take(block)
@@ -243,14 +237,12 @@ class CachingAllocator:
                 room, block = room + block.bytes, block.after
             if room >= size:
                 return first
-        capacity = self.memory.capacity_bytes
-        length = rounded(capacity + capacity // 8, pool.page)
+        length = rounded(9 * self.memory.capacity_bytes // 8, pool.page)
         return pool.put(_Block(self.memory.addresses(length), length, pool, backed=False))
 
     def _take_pages_from(self, block: _Block) -> None:
         pool, page = block.pool, block.pool.page
-        start = rounded(block.address, page)
-        end = (block.address + block.bytes) // page * page
+        start, end = rounded(block.address, page), (block.address + block.bytes) // page * page
         if start >= end:
             return
         bare = block.cut(start - block.address) if start > block.address else block
@@ -296,8 +288,7 @@ class StitchingAllocator(CachingAllocator):
         for parts in [*([one] for one in free), *whole]:
             if _bytes(parts) == size:
                 return list(parts)
-        larger = next((one for one in free if one.bytes > size), None)
-        if larger:
+        if larger := next((one for one in free if one.bytes > size), None):
             self._split(larger, size)
             return [larger]
         parts = []
@@ -323,8 +314,7 @@ class StitchingAllocator(CachingAllocator):
         return made
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = block.cut(size)
-        self._primitives.append(rest)
+        self._primitives.append(rest := block.cut(size))
         for parts in self._stitches:
             if block in parts:
                 parts.insert(parts.index(block) + 1, rest)

@@ -12,11 +12,9 @@ from tests.course.plot.pictures import LONG, check
 CURVES = {"10 s": [(100, 0.2), (400, 0.05), (2000, 0.1)], "300 s": [(100, 0.5), (2000, 0.3)]}
 WORK, STATE = pipeline.Work(3, 6, 1), pipeline.State(14, 26)
 WAYS = {
-    "CheckFreq": pipeline.checkfreq(),
-    "LightCheck": pipeline.lightcheck(7),
-    "FastPersist": pipeline.fastpersist(7),
-    "snapshot": pipeline.snapshot_stall(),
-}
+    "CheckFreq": pipeline.checkfreq(), "LightCheck": pipeline.lightcheck(7),
+    "FastPersist": pipeline.fastpersist(7), "snapshot": pipeline.snapshot_stall(),
+}  # fmt: skip
 RUNS = {name: pipeline.train(WORK, STATE, way, 4, 3) for name, way in WAYS.items()}
 SAVE = [("create a.safetensors", "old"), ("write a.safetensors", None), ("sync a/", "new")]
 ROWS = [((0, 1), (0, 0), (4, 6)), ((2,), (4, 0), (4, 2)), ((3,), (4, 2), (4, 4))]
