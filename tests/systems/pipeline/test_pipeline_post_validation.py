@@ -28,6 +28,7 @@ from tests.pipeline.lists import said_by, split
 from tests.pipeline.test_pipeline_memory import Dropped
 
 STEPS, POISONED = 5, 2  # in one step of each training the gradient of one parameter is no number
+CLIP = 0.8527  # about half of the steps are clipped
 PROBLEM = Problem(config=small(num_layers=4, vocab_size=32), batch_sizes=(8, 7, 8, 8, 7), microbatches=4)
 
 
@@ -52,9 +53,6 @@ def reference(clip):
         if step != POISONED:
             optimizer.step()
     return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
-
-
-CLIP = sorted(reference(1.0)[1])[STEPS // 2]  # about half of the steps are clipped
 
 
 class Poisoned:
