@@ -41,7 +41,7 @@ BUDGETS = {  # lines of Python, and of wrong solutions, as `wc -l` counts them: 
         24_000,
     ),
     "minitrain/systems": (["minitrain/systems"], [], 25_000, 25_000),
-    "minitrain/course": (["minitrain/course"], [], 7_770, 8_000),
+    "minitrain/course": (["minitrain/course"], [], 7_870, 8_000),
     "exercises/wrong": (["exercises/wrong"], [], 9_971, 12_000),  # 400 a chapter
     "tests": (["tests"], [], 70_000, 70_000),
 }

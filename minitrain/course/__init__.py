@@ -11,6 +11,7 @@ then   lab                 copies of both for the reader to work in
 beside saved_tensors   what autograd keeps for a backward, and for whom
        fit             constants of a prediction from rows that are named beforehand
        audit               numbers that published runs print: which one does not fit the others
+       race                every search for a plan on one instance, each beside all choices
        capstone            six kinds of chaos that an exercise's answers train through, on real ranks
        loopback            the kernel's own count of bytes, which the ledger is checked with
        install             PyTorch as it fits the machine, and the tested versions of all else

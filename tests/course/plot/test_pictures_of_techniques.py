@@ -25,6 +25,7 @@ from minitrain.course.plot import (
 )
 from minitrain.course.plot.searches import race
 from minitrain.course.plot.style import BLUE, COLOURS, GREEN, ORANGE, PALE, SKY, VERMILLION
+from minitrain.course.race import Row
 from minitrain.pipeline.schedule import in_flight, peak
 from minitrain.pipeline.schedules.less_memory import bpipe
 from minitrain.pipeline.schedules.one_direction import one_f_one_b
@@ -39,7 +40,6 @@ from minitrain.systems.kernels.tiles import matmul_tiles
 from minitrain.systems.memory.chain_plan import every
 from minitrain.systems.plan import stage_memory
 from minitrain.systems.plan.rematerialize import revolve
-from minitrain.systems.plan.search.race import Row
 from minitrain.systems.simulate.replay import replay
 from tests.course.plot.pictures import check, colour, words
 from tests.systems.memory.plans import parse

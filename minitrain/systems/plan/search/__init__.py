@@ -5,5 +5,4 @@ then   layerwise   OptCNN, TensorOpt, HyPar, Tofu, AutoDDL: elimination, fronts,
        simulated   FlexFlow, placement by reinforcement learning, Automap, DeepSpeed's autotuning
        staged      plans with stages: Piper, Alpa, Galvatron, Aceso, and every plan there is
        programs    nnScaler, Unity: three primitives and an expert's constraints; rewritten graphs
-       race        all of them on one instance, each beside every choice
 """

@@ -9,10 +9,10 @@ from itertools import product
 import numpy
 import pytest
 
+from minitrain.course.race import every_placement, every_simulated
 from minitrain.systems.plan.search import layerwise, simulated
 from minitrain.systems.plan.search import problem as problems
 from minitrain.systems.plan.search.layerwise import autoddl, descend, eliminate, frontier, optcnn, tensoropt
-from minitrain.systems.plan.search.race import every_placement, every_simulated
 from tests.systems.plan.search.drawn import blocks, chain
 
 

@@ -9,6 +9,7 @@ import torch
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.course.race import race, table
 from minitrain.model.data.batches import Text
 from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
@@ -20,7 +21,6 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.search import programs, simulated
 from minitrain.systems.plan.search.problem import block, example
 from minitrain.systems.plan.search.programs import Operator, in_row, op_assign, op_order, op_trans, times
-from minitrain.systems.plan.search.race import race, table
 from tests.parallel import small
 
 X, W = ("input", "x"), lambda name: ("weight", name)

@@ -6,6 +6,7 @@ from math import inf
 
 import pytest
 
+from minitrain.course.race import every_run
 from minitrain.pipeline.schedule import Action, Schedule
 from minitrain.pipeline.schedules.one_direction import gpipe, one_f_one_b
 from minitrain.pipeline.simulate import Costs, simulate
@@ -13,7 +14,6 @@ from minitrain.systems.plan.search import staged
 from minitrain.systems.plan.search.layerwise import tensoropt
 from minitrain.systems.plan.search.problem import Layer, Level, Option, Problem, block, every, example, linear
 from minitrain.systems.plan.search.programs import pipeline_program, search
-from minitrain.systems.plan.search.race import every_run
 from minitrain.systems.plan.search.staged import aceso, primitives, resized, slowest, starts
 from tests import parallel
 from tests.systems.plan.search.drawn import blocks, chain
