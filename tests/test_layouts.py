@@ -68,10 +68,9 @@ def case(**values) -> Draw:
 
 BROKEN = {
     "sums over data ranks": case(dp=2),
-    "sums over tp of what saw slices": case(tp=2, sequence_parallel=True),
-    "sums over stages": case(pp=2),
+    "sums over tp of what saw slices": case(tp=2, sequence_parallel=True), "sums over stages": case(pp=2),
     "places of dropout": case(dp=2),
-}
+}  # fmt: skip
 EXPERTS = ExpertsConfig(4, 2, balance_alpha=0.5, capacity_factor=1.0)
 BROKEN |= {
     name: replace(case(**layout), config=replace(CONFIG, dropout=0.0, experts=EXPERTS))

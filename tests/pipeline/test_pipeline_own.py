@@ -76,11 +76,10 @@ def loss_fn(y, targets):
 
 
 MODELS = {
-    "plain modules": (Table, block, Turned, block),
-    "no parameters first": (Digits, block, block, block),
+    "plain modules": (Table, block, Turned, block), "no parameters first": (Digits, block, block, block),
     "none in the middle, none last": (Table, Wave, block, Wave),
     "no gradient passes": (Table, block, Stopped, block),
-}
+}  # fmt: skip
 
 
 def model(name, frozen=()):

@@ -124,13 +124,12 @@ tp groups: [0 1 2] [3 4 5]"""
 WRONG = [
     (lambda: Mesh(dp=4, tp=4), "is 16 ranks, but the job has 6; choose sizes whose product is 6"),
     (lambda: Mesh(), "Mesh has no axes; name at least one, such as Mesh(dp=6)"),
-    (lambda: Mesh(dp=6, tp=0), "tp=0: use a whole number from 1 to"),
-    (lambda: Mesh(dp=6.0), "dp=6.0: use"),
+    (lambda: Mesh(dp=6, tp=0), "tp=0: use a whole number from 1 to"), (lambda: Mesh(dp=6.0), "dp=6.0: use"),
     (lambda: Mesh(dp=6).group("tp"), "group('tp'): the mesh has no such axis; its axes are dp"),
     (lambda: Mesh(dp=6).part("pp", (0, 1)), "part('pp'): the mesh has no such axis; its axes are dp"),
     (lambda: Mesh(dp=6).size("dp", "dp"), "size('dp', 'dp'): name each axis once"),
     (lambda: Mesh(dp=6).rank(), "rank(): name each axis once, at least one of dp"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong, expected", WRONG)

@@ -259,7 +259,7 @@ class Launch:  # the ranks of one `run`
 
 class Clock:
     """Of what has no end in sight: still for so long, or so long at work. A machine that is busy with other
-    things only makes ranks slow, even if they get no processor at all: who is ready to run is not still.
+    things only makes ranks slow, even if they get no processor: who waits for one, or a disk, is not still.
     Where Linux does not say what a process has used, all of the time counts."""
 
     def __init__(self, seconds: float) -> None:
@@ -278,10 +278,10 @@ class Clock:
 
 
 def ready(pid: int) -> bool:
-    """Whether a thread of a process, other than who asks, runs or waits for a processor."""
+    """Whether a thread of a process, other than who asks, runs or waits for a processor or a disk."""
     with suppress(OSError):
         threads = {*os.listdir(f"/proc/{pid}/task")} - {str(threading.get_native_id())}
-        return any(status(f"{pid}/task/{thread}")[:1] == ["R"] for thread in threads)
+        return any(status(f"{pid}/task/{thread}")[:1] in (["R"], ["D"]) for thread in threads)
     return False
 
 

@@ -37,17 +37,18 @@ class Prefetch:
     pass, and passes repeat (`circular`). `fetch` begins to bring one and returns something with `wait()`;
     `evict(chunk, that)` takes it back. A use that finds its chunk neither here nor on its way is late. After
     it the chunks of the next `ahead` uses are fetched as long as there is room, or a chunk that is used later
-    than they are to make room: the one used again latest (the fewest fetches there can be, for chunks of one
-    size). With one chunk ahead the room must hold two.
+    than they are to make room: by "belady" the one used again latest (the fewest fetches there can be, for
+    chunks of one size), by "lru" the one not used for longest. With one chunk ahead the room must hold two.
     Belady 1966, IBM Systems Journal 5(2), section on MIN."""
 
-    def __init__(self, order, sizes, room_bytes, fetch, evict, *, ahead=1, circular=True):
+    def __init__(self, order, sizes, room_bytes, fetch, evict, *, ahead=1, policy="belady", circular=True):
+        require_one_of(("belady", "lru"), policy=policy)
         require_ints(0, MOST, ahead=ahead)
         if not order or not set(order) <= sizes.keys():
             raise ValueError("give the order in which chunks of known size are used in one pass")
         if (largest := max(sizes[chunk] for chunk in order)) > room_bytes:
             raise ValueError(f"a chunk has {largest:,} bytes, room is {room_bytes:,}; give more room")
-        self.order, self.sizes, self.room_bytes = list(order), sizes, room_bytes
+        self.order, self.sizes, self.room_bytes, self.policy = list(order), sizes, room_bytes, policy
         self.ahead, self.circular = ahead, circular
         self._fetch, self._evict = fetch, evict
         self._uses: dict[Hashable, list[int]] = defaultdict(list)
@@ -99,7 +100,8 @@ class Prefetch:
         size = self.sizes[chunk]
         free, victims = self.room_bytes - sum(map(self.sizes.get, self._here)), []
         candidates = [other for other in self._here if other not in keep]
-        candidates.sort(key=lambda other: self.next_use(other, self._position), reverse=True)
+        if self.policy == "belady":
+            candidates.sort(key=lambda other: self.next_use(other, self._position), reverse=True)
         for other in candidates:
             if free >= size:
                 break

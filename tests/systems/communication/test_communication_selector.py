@@ -18,11 +18,10 @@ from minitrain.systems.communication.cost_model import (
 
 INFINIBAND = Network(alpha_s=5e-6, bytes_per_s=50e9)
 SCHEDULES = {
-    "ring": algorithms.ring_all_reduce,
-    "double tree": algorithms.double_tree_all_reduce,
+    "ring": algorithms.ring_all_reduce, "double tree": algorithms.double_tree_all_reduce,
     "halving and doubling": algorithms.halving_doubling_all_reduce,
     "recursive doubling": algorithms.doubling_all_reduce,
-}
+}  # fmt: skip
 ALL = tuple(SCHEDULES)
 
 

@@ -75,6 +75,15 @@ def test_what_is_used_sooner_stays():
     assert run.run() == "+a +b a b -b +c a c"
 
 
+def test_lru_and_belady_differ():
+    """Round and round through one chunk more than there is room for: LRU misses always."""
+    lru = Recorded("abcd", room=3, ahead=0, policy="lru")
+    belady = Recorded("abcd", room=3, ahead=0)
+    lru.run(4), belady.run(4)
+    assert Recorded("abacb", room=2, ahead=0, policy="lru").run() == "+a a +b b a -b +c c -a +b b"  # not FIFO
+    assert lru.engine.late == 16 and belady.engine.late == 4 + 4
+
+
 def test_of_chunks_that_are_not_used_again_the_least_recent_goes_and_no_more_than_must():
     assert Recorded("abacd", room=3, ahead=0, circular=False).run() == "+a a +b b a +c c -b +d d"
     assert Recorded("abcd", room=3, ahead=0, circular=False).run() == "+a a +b b +c c -a +d d"
@@ -112,10 +121,12 @@ def test_belady_is_the_optimum_on_any_order(order, room):
     assert run.engine.fetched == fewest(tuple(order), room) == run.engine.late
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=15), st.integers(3, 9), st.integers(0, 4))
-def test_never_more_than_the_room_and_nothing_is_brought_twice(order, room, ahead):
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=15), st.integers(3, 9), st.integers(0, 4), st.booleans()
+)
+def test_never_more_than_the_room_and_nothing_is_brought_twice(order, room, ahead, lru):
     sizes = {chunk: 1 + chunk % 3 for chunk in order}
-    run = Recorded(order, room, sizes, ahead=ahead)
+    run = Recorded(order, room, sizes, ahead=ahead, policy="lru" if lru else "belady")
     run.run(3)
     here = set()
     for entry in run.log:

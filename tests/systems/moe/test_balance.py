@@ -33,11 +33,10 @@ def one_expert(s, part):
 
 
 ROUTES = {
-    "top-2": top_2,
-    "masked": lambda s, part: router.top_k(s, 2, mask[part]),
+    "top-2": top_2, "masked": lambda s, part: router.top_k(s, 2, mask[part]),
     "nobody": lambda s, part: router.top_k(s, 2, torch.zeros(len(s), dtype=torch.bool)),
     "all on one expert": one_expert,
-}
+}  # fmt: skip
 
 
 @cache

@@ -35,10 +35,9 @@ CASES = [
     (GPT2, pipeline(dp=2, tp=4, zero=1, sequence_parallel=True, precision="bfloat16_main_grads")),
     (GPT2, pipeline(dp=2, cp=2, zero=2, core="ulysses")),
     (MIXED, Strategy(dp=4, ep=4, precision="bfloat16")),
-    (MIXED, Strategy(dp=4, ep=2, zero=3, precision="bfloat16")),
-    (SHARED, pipeline(dp=4, ep=4)),
+    (MIXED, Strategy(dp=4, ep=2, zero=3, precision="bfloat16")), (SHARED, pipeline(dp=4, ep=4)),
     (replace(GPT2, dropout=0.1), pipeline(dp=2, tp=2, recompute="full")),
-]
+]  # fmt: skip
 
 
 def step(config, strategy):
