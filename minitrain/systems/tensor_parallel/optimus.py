@@ -36,7 +36,9 @@ def linear_forward(x: Tensor, weight: Tensor, row_group: ProcessGroup, column_gr
 
 def linear_backward(dy: Tensor, x: Tensor, weight: Tensor, row_group, column_group) -> tuple[Tensor, Tensor]:
     """dy `[.., m/q, out/q]` -> dx `[.., m/q, in/q]`, dweight `[out/q, in/q]`, summed over all rows."""
-    return summa_nt(dy, weight.t(), row_group, column_group), summa_tn(x, dy, row_group, column_group).t()
+    dx = summa_nt(dy, weight.t(), row_group, column_group)
+    dweight = summa_tn(x, dy, row_group, column_group).t()
+    return dx, dweight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, row_group, column_group) -> Tensor:
