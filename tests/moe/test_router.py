@@ -64,11 +64,10 @@ def deepseeks(k, nodes, limit):
 ROUTERS = {
     "switch": (lambda s, m=None: router.switch(s, m), switch),
     "gshard": (lambda s, m=None: router.gshard(s, draws, m), gshard),
-    "top-2": (lambda s, m=None: router.top_k(s, 2, m), top_2),
-    "deepseek": deepseeks(4, nodes=4, limit=2),
+    "top-2": (lambda s, m=None: router.top_k(s, 2, m), top_2), "deepseek": deepseeks(4, nodes=4, limit=2),
     "deepseek, the best of a node": deepseeks(2, nodes=4, limit=2),
     "deepseek, one node": deepseeks(2, nodes=2, limit=1),
-}
+}  # fmt: skip
 
 
 def as_dicts(routing):

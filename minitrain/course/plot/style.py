@@ -94,10 +94,9 @@ def alternative(figure: Figure) -> str:
     said, curves = [title], {}
     for ax in figure.axes:
         said.append(" over ".join(filter(None, (ax.get_ylabel(), ax.get_xlabel()))))
-        curves |= {str(line.get_label()): line.get_ydata() for line in ax.get_lines()}
-    said += [
-        f"{name} from {y[0]:.4g} to {y[-1]:.4g}" for name, y in curves.items() if name[:1] not in ("", "_")
-    ]
+        curves |= {str(line.get_label()): line.get_ydata(orig=False) for line in ax.get_lines()}
+    named = {name: y for name, y in curves.items() if name and name[0] != "_" and len(y)}
+    said += [f"{name} from {y[0]:.4g} to {y[-1]:.4g}" for name, y in named.items()]
     legends = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     said += [text for text in legends if text not in curves]
     return ". ".join(dict.fromkeys(filter(None, said)))

@@ -10,7 +10,7 @@ bits no element is off by more than scale / 2 and its rounding. Bytes of a row: 
 both kinds in folders of their own, or the retention of one removes what the other needs.
 
 Only for updates that leave a row without a gradient alone: SGD, Adagrad; Adam's moments decay in every row.
-`agree` sends 4 bytes per row, in an all-reduce. Eisenman et al. 2022 (Check-N-Run), NSDI, section 5.2.
+`agree` sends 4 bytes per row, in an all-reduce. Eisenman et al. 2022 (Check-N-Run), NSDI.
 Differs: the caller says when to save in full; bits stay as they are.
 """
 

@@ -162,8 +162,12 @@ class CachingAllocator:
             block = self._new(pool, size)
         if block is None:
             raise self._out_of_memory(requested, self.largest_bytes)
-        rest, small = block.bytes - size, self.expandable or size <= SMALL
-        if rest >= SMALLEST if small else rest > SMALL and size < self.max_split_bytes:
+        rest = block.bytes - size
+        if self.expandable or size <= SMALL:
+            splits = rest >= SMALLEST
+        else:
+            splits = rest > SMALL and size < self.max_split_bytes
+        if splits:
             pool.put(block.cut(size))
         return [block]
 

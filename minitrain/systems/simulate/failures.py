@@ -50,7 +50,9 @@ class Outcome(NamedTuple):
     waste = property(lambda self: 1 - self.useful_s / self.elapsed_s)
 
 
-def failing(seed: int, machine_mtbf_s: float, machines=1, *, shape=1.0, together=1) -> Iterator[Failure]:
+def failing(
+    seed: int, machine_mtbf_s: float, machines: int = 1, *, shape: float = 1.0, together: int = 1
+) -> Iterator[Failure]:
     """Failures without end, in order of time; each takes `together` machines, all but the first by chance."""
     checks.require_positive_ints(machines=machines)
     checks.require_ints(seed=seed)

@@ -99,7 +99,12 @@ class Flows:
         return shared(found, self.bytes_per_s)
 
 
-def play(tasks: Iterable[Task], bytes_per_s=None, by: Callable | None = None, width: Mapping = {}) -> Run:
+def play(
+    tasks: Iterable[Task],
+    bytes_per_s: Mapping[str, Number] | None = None,
+    by: Callable[[Task], Any] | None = None,
+    width: Mapping[str, int] = {},
+) -> Run:
     """When everything happens. ValueError for what cannot run: unknown names, tasks that wait in a circle."""
     by_name, bytes_per_s, width = _checked(list(tasks), bytes_per_s or {}), bytes_per_s or {}, width or {}
     require_ints(1, **{f"width of {lane}": most for lane, most in width.items()})

@@ -141,7 +141,9 @@ def stage_graphs(problem: Problem, run: Run, behind: int, families: Families | N
     return [problem.graph(layers, devices, [options] * len(layers), in_flight=held) for options in every]
 
 
-def every_plan(problem: Problem, families=None, among=None, time=pipelined) -> SearchResult:
+def every_plan(
+    problem: Problem, families: Families | None = None, among=None, time=pipelined
+) -> SearchResult:
     """The fastest of all plans, or of cuts `among` them, of equal ones the first. `time` grows with each
     stage's, so a stage is priced with all its choices once, wherever it stands. Looked at: plans."""
 
