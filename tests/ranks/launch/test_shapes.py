@@ -94,8 +94,7 @@ def constants():
 def drawn():
     x, chance = torch.empty(3, 4), torch.Generator()
     results = [x.normal_(0.0, 0.5, generator=torch.Generator()), x.uniform_(generator=chance)]
-    results.append(x.t().normal_())
-    results += [torch.randn(2, 3), torch.randn(2, 3, generator=chance)]
+    results += [x.t().normal_(), torch.randn(2, 3), torch.randn(2, 3, generator=chance)]
     return *results, torch.randperm(5, generator=chance)
 
 
