@@ -216,8 +216,7 @@ def test_a_damaged_block_is_named_and_the_others_can_be_read(large, tmp_path):
     data[entry.first_byte + 2 * BLOCK_BYTES + 5] ^= 1
     changed.write_bytes(data)
     written = format.Written("changed", len(data), format.digest(bytes(data[8 : entry.first_byte])))
-    other = File(changed, written)
-    got = np.empty(LARGE, np.uint8)
+    other, got = File(changed, written), np.empty(LARGE, np.uint8)
     other.read(other.entries[0], 0, 2 * BLOCK_BYTES, got[: 2 * BLOCK_BYTES])
     for first, last in ((0, LARGE), (2 * BLOCK_BYTES, 3 * BLOCK_BYTES)):
         with pytest.raises(Damaged, match="changed: x is damaged, in block 2$"):

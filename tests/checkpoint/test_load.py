@@ -210,8 +210,7 @@ def refusals(checkpoint):
     for layout, config, precision, change in cases:
         run = start(layout, 4, config, precision)
         step(run, 3)
-        before = state_of(run)
-        saved = saved_in(checkpoint)
+        before, saved = state_of(run), saved_in(checkpoint)
         found.append((*said(lambda: run.load_pieces(change(saved))), differing(run, before)))
     return found
 

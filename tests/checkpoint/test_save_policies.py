@@ -87,8 +87,7 @@ def snapshot_on_ranks(folder, name):
         piece.values.zero_()  # and all may change
     saver.before_update()
     saver.after_step()
-    began = waits(saver)
-    real = saver._end
+    began, real = waits(saver), saver._end
     saver._end = lambda: (disk.allow(), real())
     saver.save(2, pieces(2.0), {}, {})
     then = waits(saver)[len(began) :]

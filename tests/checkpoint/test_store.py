@@ -15,8 +15,7 @@ from minitrain.ranks.pieces import Piece
 
 
 def save(store: Store, step: int, ranks: int = 2) -> list[str]:
-    folder = store.begin(step)
-    files = []
+    folder, files = store.begin(step), []
     for rank in range(ranks):
         piece = Piece("w", (4 * ranks, 2), (4 * rank, 0), torch.full((4, 2), 1.0 * step))
         files.append(write_file(store.disk, folder / file_name(rank), [piece], {"step": step}))
@@ -74,8 +73,7 @@ def test_the_newest_good_one_is_found_and_what_was_passed_over_is_said(store):
 
 
 def test_what_this_process_committed_or_has_verified_is_not_read_again(store, monkeypatch):
-    verified = []
-    real = Store.verify
+    verified, real = [], Store.verify
     monkeypatch.setattr(Store, "verify", lambda self, step: (verified.append(step), real(self, step)))
     save(store, 1)
     store.unlock()

@@ -158,8 +158,7 @@ def experts(m, group):
 def few_bits(m, group):
     """Tokens are cut; an amax is that of all ranks: the same codes as one process."""
     recipe = m.RECIPES["fp8_tensor"]
-    products = m.Products(recipe, recipe, recipe)
-    found = []
+    products, found = m.Products(recipe, recipe, recipe), []
     for x, scales in ((mine(ROWS), m.Scales(group=group, cut="M")), (ROWS, m.Scales())):
         x, weight = x.clone().requires_grad_(), net(6, 8)[0].weight
         (y,) = m.multiply(x, [weight], [scales], products)

@@ -83,8 +83,7 @@ def test_any_layout_trains_and_goes_on_in_another(minitrain):
         assert int(strategy[2]) == (4, 2, 2, 4)[number]
         if before:
             assert f"resumed at step {number}; it was saved by {before}" in out
-        before = strategy[1]
-        store = Store("saved")
+        before, store = strategy[1], Store("saved")
         manifest, files = store.open(4)
         assert [record["step"] for record in manifest["records"]] == [2, 4]
         assert manifest["strategy"]["precision"] == "float32"

@@ -59,8 +59,7 @@ def saved_and_left_out(folder: Path):
     checkpoint = all_files(folder, written)
     found = {}
     for what in ("nothing", "moments", "step count", "random states", "position"):
-        again = start(seed=2)
-        saved = saved_in(checkpoint)
+        again, saved = start(seed=2), saved_in(checkpoint)
         if what == "moments":
             for piece in (piece for piece in list(saved.entries) if "/exp_avg" in piece):
                 del saved.entries[piece]
@@ -96,8 +95,7 @@ def test_a_run_goes_on_to_the_bit_and_not_without_any_part_of_its_state(going_on
 
 
 def on_other_ranks(checkpoint: Checkpoint):
-    run = start(seed=2)
-    before = torch.get_rng_state()
+    run, before = start(seed=2), torch.get_rng_state()
     lost = load(run, checkpoint)
     return lost, torch.equal(before, torch.get_rng_state())
 

@@ -34,8 +34,7 @@ def over(core, group, layout=contiguous, heads=GQA, length=T, dtype=torch.float6
     q, k, v, dout = (split(x, layout, group, 2) for x in inputs(heads, length, dtype, width))
     qkv = [x.requires_grad_() for x in (q, k, v)]
     with Traffic() as ledger:
-        out = core(*qkv)
-        forward = ledger.sent_bytes()
+        out, forward = core(*qkv), ledger.sent_bytes()
         out.backward(dout)
     found = [join(x, layout, group, 2) for x in (out, *(x.grad for x in qkv))]
     return found, (forward, ledger.sent_bytes() - forward)

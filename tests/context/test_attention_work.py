@@ -90,8 +90,7 @@ def test_other_ways_to_cut_attention_do_the_same_work():
     four products in backward beside the scores: the ledger says what operators do."""
     ranks = launch.run(other_ways, ranks=RANKS)
     sums = {name: tuple(sum(sum(found[name][i]) for found in ranks) for i in (0, 1)) for name in ranks[0]}
-    plain = sums.pop("plain")
-    triangle = T * (T + 1) // 2
+    plain, triangle = sums.pop("plain"), T * (T + 1) // 2
     assert set(sums.values()) == {(FORWARD * triangle, BACKWARD * triangle)}
     seen = [tile for rank in range(RANKS) for tile in met(zigzag, rank)]
     size = lambda places: places.stop - places.start

@@ -58,8 +58,7 @@ def test_neighbours_know_nothing_of_each_other():
 
 def test_every_bit_of_the_hash_depends_on_every_bit():
     """Avalanche: one bit of the input turned over, each bit of the result turns over in half of the cases."""
-    numbers = torch.arange(4000)
-    bits = 1 << torch.arange(64)
+    numbers, bits = torch.arange(4000), 1 << torch.arange(64)
     before = mix(numbers.clone())
     for bit in (0, 1, 31, 62):
         turned = ((before ^ mix(numbers ^ (1 << bit))).unsqueeze(-1) & bits) != 0

@@ -179,8 +179,7 @@ def test_megatron_cp():
     """Zig-zag: two pairs of half blocks in every step on every rank; half of the full mask's FLOPs; equal."""
     for n in (2, 4, 8):
         c = 16
-        pair = (c // 2) ** 2
-        table = entries(zigzag, n, n * c)
+        pair, table = (c // 2) ** 2, entries(zigzag, n, n * c)
         assert all(count == 2 * pair for step in table[1:] for count in step)
         assert set(table[0]) == {2 * pair + c // 2} and efficiency(zigzag, n, n * c) == 1
         for rank in range(n):
@@ -311,8 +310,7 @@ def test_a_million_tokens_on_64_ranks():
         where = positions(zigzag, group, 2**20)
         x = torch.empty(1, len(where), 4096, dtype=torch.bfloat16, requires_grad=True)
         with Ledger() as ledger:
-            y = block(x, where)
-            forward = ledger.sent_bytes()
+            y, forward = block(x, where), ledger.sent_bytes()
             y.backward(torch.empty_like(y))
         return forward, ledger.sent_bytes(), ledger.flops_by_operator
 

@@ -136,8 +136,7 @@ class Team:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
         try:
             store = dist.FileStore(os.fsencode(f"{self.directory}/rendezvous.{generation}"), size)
-            given = dict(store=store, rank=rank, world_size=size, timeout=self.timeout)
-            dist.init_process_group(BACKEND, **given)
+            dist.init_process_group(BACKEND, rank=rank, world_size=size, store=store, timeout=self.timeout)
         except RuntimeError as error:
             self._leave()
             if not (self.changed or self._left()):
@@ -189,7 +188,7 @@ class Hung:
     was waiting for a core: on a busy machine all are slow, and nobody hangs."""
 
     def __init__(self, path: str, hung_s: float):
-        self.roll, self.hung_s = Roll(path), hung_s
+        self.roll, self.hung_s, self.named = Roll(path), hung_s, None
         self.seen, self.still_s, self.looked, self.queued = None, 0.0, time.monotonic(), {}
 
     def behind(self, pids: dict[int, int]) -> int | None:
@@ -203,12 +202,13 @@ class Hung:
         self.still_s += max(0.0, self.looked - since - max(waited, default=0.0))
         if far != self.seen or any(agreed == 0 for agreed, _ in far.values()):  # one is still on its way
             self.seen, self.still_s = far, 0.0
-        if self.still_s < self.hung_s:
+        if self.still_s < self.hung_s or self.named in members:  # killed, and on its way out
             return None
         self.still_s, alive = 0.0, {one: status(pids[one])[:1] != ["T"] for one in members}  # stopped
         if len({*far.values()}) < 2 and all(alive.values()):
             return None
-        return min(far, key=lambda one: (alive[one], far[one]))
+        self.named = min(far, key=lambda one: (alive[one], far[one]))
+        return self.named
 
 
 def queued_s(pid: int | str) -> float:

@@ -70,8 +70,7 @@ def cells(ax):
 def test_each_machine_shows_what_it_holds():
     groups, ring = PICTURES["placement"]().axes
     for ax, rings in ((groups, place.groups(16, 2)), (ring, place.ring(16, 2))):
-        held = place.holders(rings, 2)
-        drawn = cells(ax)
+        held, drawn = place.holders(rings, 2), cells(ax)
         for (machine, row), (state, colour) in drawn.items():
             assert machine in held[state] and (row > 0 or state == machine)
             expected = PALE if machine in (5, 6) else CYCLE[state % len(CYCLE)]

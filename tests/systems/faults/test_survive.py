@@ -2,7 +2,9 @@
 
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -220,18 +222,31 @@ def test_a_message_of_an_old_generation_reaches_nobody():
         assert got == 2.0 and "destroyed" in refused
 
 
-def mistaken() -> None:
+def met(fault: Callable) -> None:
+    """Member 1 has a fault, the others wait for it."""
     if launch.team().member == 1:
-        torch.ones(2) @ torch.ones(3)
+        fault()
     try:
         collectives.barrier(collectives.world())
     except RuntimeError as error:
         launch.team().regroup(error=error)
 
 
+def stop_beside_a_slow_helper() -> None:
+    """Which tells the others of a death two seconds late."""
+    helper = os.getppid()
+    subprocess.Popen(["sh", "-c", f"kill -STOP {helper}; sleep 2; kill -CONT {helper}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_who_hangs_is_killed_once(capsys):
+    launch.run(met, stop_beside_a_slow_helper, ranks=2, survive=True, hung_s=0.5)
+    assert capsys.readouterr().err.count("rank 1 has not got on for 0.5 s: killed") == 1
+
+
 def test_an_error_of_a_rank_still_ends_all():
     with pytest.raises(RankError, match="rank 1 raised RuntimeError"):
-        launch.run(mistaken, ranks=3, survive=True)
+        launch.run(met, lambda: torch.ones(2) @ torch.ones(3), ranks=3, survive=True)
     for wrong in (dict(replace_s=1.0), dict(hung_s=1.0), dict(survive=True, grace_s=1.0)):
         with pytest.raises(ValueError, match="survive="):
             launch.run(int, **wrong)
