@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from minitrain.ranks import launch
-from minitrain.ranks.clock import now
 from minitrain.ranks.collectives import channel_of
+from minitrain.ranks.devices import now
 from minitrain.ranks.launch import shared_cores
 
 FOLDER = Path(__file__).parent

@@ -26,7 +26,7 @@ from minitrain.data_parallel.zero2 import Zero2
 from minitrain.data_parallel.zero3 import Zero3
 from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, GPTConfig, cross_entropy_sum
-from minitrain.ranks.clock import now
+from minitrain.ranks.devices import now
 
 CONFIG = GPTConfig(vocab_size=2048, d_model=320, num_layers=4, num_heads=8, tied=False)
 BUCKET_BYTES = 4_000_000

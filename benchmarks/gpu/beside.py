@@ -29,7 +29,7 @@ from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks.clock import now
+from minitrain.ranks.devices import now
 from minitrain.ranks.ledger import Ledger
 
 DIRECTIONS = ("to_host", "to_device")

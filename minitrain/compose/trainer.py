@@ -35,7 +35,7 @@ from minitrain.model.training.hyperparameters import Hyperparameters
 from minitrain.model.training.step import StepResult
 from minitrain.plan.accounting import flops_per_token, mfu
 from minitrain.plan.strategy import Strategy
-from minitrain.ranks import clock, collectives
+from minitrain.ranks import collectives, devices
 from minitrain.ranks.checks import require_positive_ints
 
 
@@ -82,7 +82,7 @@ class Trainer:
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Train to the last step; yields a record per report, to print, plot or stop at."""
-        losses, started = [], clock.now(self.parallel.device)
+        losses, started = [], devices.now(self.parallel.device)
         while self.step < self.hyper.steps:
             result = self.train_one_step()
             losses.append(result.loss)
@@ -93,7 +93,7 @@ class Trainer:
             norm = result.norm.item() if result.updated else None  # of a step that was left out
             record = {"step": self.step, "loss": loss, "norm": norm, "held_out": None}
             if reports:
-                record |= self.speed(len(losses), clock.now(self.parallel.device) - started)
+                record |= self.speed(len(losses), devices.now(self.parallel.device) - started)
                 record["held_out"] = self.held_out_loss()
             self.check(record, good=self.step - len(losses))
             if reports:
@@ -104,7 +104,7 @@ class Trainer:
                 self.save()
             if reports:
                 yield record
-                started = clock.now(self.parallel.device)
+                started = devices.now(self.parallel.device)
         self.finish()
 
     def due(self, every: int) -> bool:

@@ -10,8 +10,7 @@ beside autograd            passes that are written by hand
        random_state        states of random number generators
        checks              what every door checks, in one line each
        process             what the functions of one process share: the only state that no argument carries
-       devices             what a GPU of a generation can do
-       clock               time, once the device has done what it was told
+       devices             what a GPU of a generation can do, and when it has done what it was told
        events              what one rank did, in order: the account, as plain values
        tables              text tables
        torch_private       what torch does not document, in one place

@@ -8,7 +8,5 @@ def aligned(rows: Iterable[Sequence], left: Collection[int] = (0,)) -> str:
     cells = [[cell if isinstance(cell, str) else f"{cell:,}" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     sides = [str.ljust if number in left else str.rjust for number in range(len(widths))]
-    return "\n".join(
-        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths)).rstrip()
-        for row in cells
-    )
+    line = lambda row: "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths)).rstrip()
+    return "\n".join(map(line, cells))

@@ -41,7 +41,8 @@ default_device = _C._get_default_device
 python_backend = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 dispatch_keys = _C._dispatch_keys  # of a tensor: a number that says what it is to the dispatcher
 DEVICE_OF = torch.ops.prim.device.default  # which device a tensor is on
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view that autograd does not call one
+# Views that their kernels for shapes do right; torch has rules of its own for them, for symbolic sizes.
+VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.slice.Tensor
 make_subclass = torch.Tensor._make_subclass
 throw_on_data_ptr = _C._set_throw_on_mutable_data_ptr
 no_dispatch = _C._DisableTorchDispatch  # while one of these lives no mode and no subclass sees an operator
@@ -63,8 +64,10 @@ fused_adamw_ = torch._fused_adamw_  # the whole update of AdamW in one kernel, i
 grouped_product = aten._grouped_mm  # what torch.nn.functional.grouped_mm runs
 
 # Tensors without numbers, their errors, ranks without a network: imported when asked for, in half a second.
-FAKE = "FakeTensor FakeTensorMode FakeCopyMode DataDependentOutputException DynamicOutputShapeException"
+FAKE = "FakeTensor FakeTensorMode FakeCopyMode DataDependentOutputException DynamicOutputShapeException "
+FAKE += "in_kernel_invocation_manager"  # inside, an operator on fake tensors runs its kernel for shapes
 FOR_DRY_RUNS = dict.fromkeys(FAKE.split(), "torch._subclasses.fake_tensor")
+FOR_DRY_RUNS["op_implementations_checks"] = "torch._subclasses.fake_impls"
 FOR_DRY_RUNS["FakeStore"] = "torch.testing._internal.distributed.fake_pg"
 
 

@@ -106,7 +106,8 @@ def cut_layers(
             how = dict(group=group, vocab_size=vocab_size, leave=leave)
             layer.hooks.token_rows = partial(vocabulary.lookup, **how)
             if sequence_parallel:
-                layer.hooks.position_rows = partial(_local_rows, layer.hooks.position_rows, group)
+                at, rows = partial(sequence.local_tokens, group=group), layer.hooks.position_rows
+                layer.hooks.position_rows = lambda x, t, *names, rows=rows: rows(x, at(t), *names)
         elif hasattr(layer, "attention"):
             if not hasattr(layer.attention, "q"):
                 raise ValueError("tensor parallelism does not cut latent attention (kv_latent)")
@@ -122,12 +123,6 @@ def cut_layers(
             if whole in tables:
                 layer.out.weight = tables[whole]
     return partial(vocabulary.cross_entropy_sum, group=group, vocab_size=vocab_size)
-
-
-def _local_rows(
-    lookup: Callable, group: ProcessGroup, table: Tensor, positions: Tensor, *names: str
-) -> Tensor:
-    return lookup(table, sequence.local_tokens(positions, group), *names)
 
 
 def sequence_sharded_params(layers: Iterable[nn.Module]) -> set[nn.Parameter]:

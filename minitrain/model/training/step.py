@@ -24,7 +24,7 @@ from minitrain.model.training.optim import clip_grad_norm
 from minitrain.precision.mixed import LossScale
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.ranks.clock import now
+from minitrain.ranks.devices import now
 
 
 class Batch(NamedTuple):

@@ -40,8 +40,7 @@ def greedy(
     """`sizes[microbatch]` of an activation, by default 1."""
     name = f"greedy, stages={stages}, m={m}" + (f", limit={limit}" if limit is not None else "")
     home = placement(place, stages, m, name)
-    p = max(home.values()) + 1
-    sizes = sizes or (1,) * m
+    p, sizes = max(home.values()) + 1, sizes or (1,) * m
     each = list(limit) if isinstance(limit, Sequence) else [limit] * p
     if len(each) != p:
         raise ValueError(f"{name}: {len(each)} limits for {p} ranks; give one for each, or one for all")

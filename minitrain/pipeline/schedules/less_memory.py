@@ -95,8 +95,7 @@ def varuna(p: int, m: int, costs: Costs = Costs(F=1, R=1, B=2)) -> Schedule:
     Time: never longer than GPipe with recomputation; for F=R=1, B=2 it is 1 + (m-1) mod 3 shorter.
     Memory: `schedule.peak` is 1 on every rank (m for GPipe without R), plus m inputs."""
     require_positive_ints(p=p, m=m)
-    again = costs.of(R(0, 0))
-    done = [Counter() for _ in range(p)]
+    again, done = costs.of(R(0, 0)), [Counter() for _ in range(p)]
 
     def by_rules(rank: int, now: Time, ended: dict[Action, Time]) -> str:
         f, r, b = (done[rank][kind] for kind in "FRB")

@@ -134,8 +134,7 @@ def pairs(layout: Layout) -> Counts:
 
 def in_steady_state(layout: Layout, counted: Callable[[Layout], Counts]) -> Counts:
     """What is counted of a schedule, from few microbatches: p more add what the p before added."""
-    few = layout.repeats_after
-    shorter = counted(layout.short)
+    few, shorter = layout.repeats_after, counted(layout.short)
     if few == layout.microbatches:
         return shorter
     longer = counted(replace(layout, microbatches=few + layout.p))

@@ -81,8 +81,7 @@ def predict(run: TrainingRun, work_of: WorkOf, rates: Rates | None = None) -> Pr
     if strategy.compress != "none":
         raise ValueError(f"compress={strategy.compress!r}: predictions know whole sums; use none, or replay")
     rates = rates or rates_of(run.machine, stack)
-    again = strategy.recompute == "stage"
-    counted = strategy
+    again, counted = strategy.recompute == "stage", strategy
     if stack.whole_again and strategy.recompute == "full":
         counted, again = _keeping_all(strategy), True
     work = work_of(run.model, counted, run.microbatch, run.length, stack.flash)

@@ -16,7 +16,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,14 @@ from minitrain.ranks.checks import require_ints, require_positive_ints
 from minitrain.ranks.launch.local import notebook_cells
 from minitrain.ranks.launch.report import spot
 from minitrain.ranks.process import PROCESS
-from minitrain.ranks.torch_private import DEVICE_OF, FakeTensor, default_device, dispatch_keys, tree_map
+from minitrain.ranks.torch_private import (
+    DEVICE_OF,
+    FakeTensor,
+    dispatch_keys,
+    storage_id,
+    tree_leaves,
+    tree_map,
+)
 
 LEDGER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "ledger") + os.sep
 NOT_THE_READERS = (os.path.dirname(torch.__file__), copy.__file__, __file__, LEDGER)
@@ -90,37 +97,37 @@ def _line_of(error: BaseException, cells: dict[str, str]) -> str:
     return "an argument"
 
 
-class Result(NamedTuple):
-    """What an operator gives, as torch remembers it: an argument, a value, or a tensor, on its own memory or
-    an argument's."""
-
-    argument: int | None
-    value: object
-    layout: tuple | None  # shape, stride, dtype, device, offset
-    on: int | None  # the argument whose memory it shares
+# What an operator gives: which argument; or shape, stride, dtype, device, offset, and on which one's memory.
+Result = tuple[int | None, tuple | None, int | None]
 
 
-def result_of(known) -> Result | list[Result] | None:
-    """From torch's memory, if all results are values, or tensors without marks."""
-    results = []
-    for one in getattr(known, "output_infos", (None,)):
-        meta = one and one.metadata
-        if one is None or meta is not None and (meta.is_conj or meta.is_neg or meta.requires_grad):
+def described(result, args: tuple, device: torch.device | None = None) -> Result | list[Result] | None:
+    """None if there are tensors with marks, or numbers; on `device` if they do not say where they are."""
+    on = {storage_id(x.untyped_storage()): i for i, x in enumerate(args) if isinstance(x, FakeTensor)}
+    several, found = isinstance(result, tuple | list), []
+    for one in result if several else [result]:
+        if one is None:
+            found.append((None, None, None))
+            continue
+        marked = not isinstance(one, Tensor) or one.is_conj() or one.is_neg()
+        if marked or getattr(one, "constant", None) is not None:
             return None
-        layout = meta and (meta.shape, meta.stride, meta.dtype, meta.device, meta.storage_offset)
-        results.append(Result(one.inplace_idx, one.constant_value, layout, one.view_idx))
-    return results if known.is_output_tuple else results[0]
+        argument = next((i for i, x in enumerate(args) if x is one), None)
+        layout = tuple(one.shape), one.stride(), one.dtype, device or one.device, one.storage_offset()
+        found.append((argument, layout, on.get(storage_id(one.untyped_storage()))))
+    return found if several else found[0]
 
 
 class ShapesMode(private.FakeTensorMode):
-    """torch's FakeTensorMode, in half of its time. It remembers what an operator gives for arguments of these
-    shapes, and takes some 60 us to look it up: it describes each by 17 properties, and builds results by a
-    constructor for any caller. Here a plain dense tensor is described by what can differ between two of them,
-    and a result has the attributes that torch's constructor gives; what is not plain goes torch's way."""
+    """torch's FakeTensorMode, in a third of its time. An operator on plain dense tensors of one device runs
+    its kernel for shapes, once for arguments like these in all dry runs; later its results get the attributes
+    that torch's constructor gives. What is not plain, or wants numbers, goes torch's way: it asks 17
+    properties of each argument, every time."""
+
+    known: dict[tuple, Result | list[Result]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self._results: dict[tuple, Result | list[Result]] = {}
         self._attributes: dict[torch.device, dict] = {}  # of a fake tensor of this mode
         self._dense: dict[int, bool] = {}  # by a tensor's dispatch keys: strided, not quantized
 
@@ -131,43 +138,50 @@ class ShapesMode(private.FakeTensorMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF:  # autograd asks it of every result
             return args[0].fake_device
-        key = self._key_of(func, args, kwargs or {})
-        known = self._results.get(key) or self._remember(key)  # torch's memory is that of all dry runs
-        if type(known) is Result:
-            return self._made(known, args)
-        if known:
-            return tuple(self._made(one, args) for one in known)
-        result = self.dispatch(func, types, args, kwargs or {})
-        if key and func is private.UNSAFE_VIEW:  # torch does not remember it; it stands in every product
-            layout = tuple(result.shape), result.stride(), result.dtype, result.fake_device
-            self._results[key] = Result(None, None, (*layout, result.storage_offset()), 0)
-        return result
+        kwargs = kwargs or {}
+        key = self._key_of(func, args, kwargs)
+        if key not in self.known:
+            if not (found := key and self._of_kernel(func, args, kwargs)):
+                result = self.dispatch(func, types, args, kwargs)
+                if key and (found := described(result, args)):
+                    self.known[key] = found
+                return result
+            self.known[key] = found
+        if type(known := self.known[key]) is tuple:
+            return self._made(args, *known)
+        return tuple(self._made(args, *one) for one in known)
 
-    def _remember(self, key: tuple | None) -> Result | list[Result] | None:
-        known = result_of(self.cache.get(key)) if key else None
-        if known:
-            self._results[key] = known
-        return known
-
-    def _cache_key(self, state, func, args, kwargs):
-        """What torch remembers this call by, too."""
-        return self._key_of(func, args, kwargs) or super()._cache_key(state, func, args, kwargs)
+    def _of_kernel(self, func, args, kwargs) -> Result | list[Result] | None:
+        """None if there is no kernel for shapes, or not for these arguments."""
+        if func not in private.VIEWS and any(rule(func) for rule, _ in private.op_implementations_checks):
+            return None
+        devices = {x.fake_device for x in tree_leaves(args) if isinstance(x, FakeTensor)}
+        if len(devices) != 1 or any(isinstance(x, torch.device) for x in kwargs.values()):
+            return None
+        try:
+            with private.in_kernel_invocation_manager(self):
+                result = func(*args, **kwargs)
+        except RuntimeError:  # it wants numbers
+            return None
+        return described(result, args, *devices)
 
     def _key_of(self, func, args, kwargs) -> tuple | None:
-        """All that the results depend on; None if it is not plain."""
-        key = [func, torch.get_default_dtype(), default_device(), torch.is_inference_mode_enabled()]
-        if self._describe(key, args) and (not kwargs or self._describe(key, (*kwargs, *kwargs.values()))):
-            return tuple(key)
-        return None
+        """All that the results depend on; None if it is not plain, or more than results change."""
+        changes = torch.Tag.inplace_view in func.tags or FakeTensor in map(type, kwargs.values())
+        if changes or func.namespace != "aten" or torch.is_inference_mode_enabled():
+            return None
+        key = [func, torch.get_default_dtype(), private.default_device()]
+        named = (*kwargs, *kwargs.values())
+        return tuple(key) if self._describe(key, args) and self._describe(key, named) else None
 
-    def _made(self, one: Result, args: tuple):
-        if one.argument is not None or one.layout is None:
-            return one.value if one.argument is None else args[one.argument]
-        shape, stride, dtype, device, offset = one.layout
+    def _made(self, args: tuple, argument: int | None, layout: tuple | None, on: int | None):
+        if argument is not None or layout is None:
+            return layout and args[argument]
+        shape, stride, dtype, device, offset = layout
         guard = private.no_dispatch()  # this mode may be on the stack; what follows is no operator of the run
         made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        if one.on is not None:
-            made.set_(args[one.on].untyped_storage(), offset, shape, stride)
+        if on is not None:
+            made.set_(args[on].untyped_storage(), offset, shape, stride)
         if device not in self._attributes:
             del guard
             made = FakeTensor(self, made, device)

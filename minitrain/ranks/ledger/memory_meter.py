@@ -73,8 +73,7 @@ class MemoryMeter:
 
     def read(self, tensor: Tensor) -> int:
         """Bytes of the block, which an operator reads; if unknown, it is older than the meter."""
-        block = self._block(tensor, older=True)
-        kind = type(tensor)
+        block, kind = self._block(tensor, older=True), type(tensor)
         # isinstance(tensor, Parameter), in a third of the time: a dry run asks it of every argument
         if kind is not Tensor and (Parameter in kind.__mro__ or getattr(tensor, "_is_param", False)):
             self._adopt(tensor, block)

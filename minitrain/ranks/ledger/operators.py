@@ -208,8 +208,7 @@ class Watch(DispatchMode):  # while a ledger is open: writes down every operator
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is private.DEVICE_OF:  # autograd asks it of every fake tensor that an operator gives
             return args[0].device
-        kwargs = kwargs or {}
-        operator = self._describe(func)
+        kwargs, operator = kwargs or {}, self._describe(func)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._ledger.uncounted[operator.name] += 1
         if operator.composite:

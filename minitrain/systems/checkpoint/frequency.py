@@ -20,7 +20,7 @@ import torch
 from minitrain.checkpoint.saver import Saver
 from minitrain.ranks import collectives
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.ranks.clock import now
+from minitrain.ranks.devices import now
 
 
 class Frequency:
