@@ -212,8 +212,7 @@ def draw_axes(chance: random.Random) -> dict[str, int]:
 
 
 def attempt(chance: random.Random) -> Draw:
-    axes = draw_axes(chance)
-    config = draw_config(chance)
+    axes, config = draw_axes(chance), draw_config(chance)
     if config.experts and axes["dp"] * axes["cp"] > 1 and chance.random() < 0.8:
         splits = [n for n in range(2, 9) if axes["dp"] * axes["cp"] % n == 0]
         axes["ep"] = chance.choice(splits[-1:] + splits)
@@ -226,7 +225,7 @@ def attempt(chance: random.Random) -> Draw:
             axes |= dict(ep_travel=way)
         elif axes["ep"] > 1 and chance.random() < 0.4:
             axes |= dict(ep_shadow=chance.choice((1, 2, config.experts.num_experts)))
-        if way == "chunks" or way == "cheaper" and chance.random() < 0.3:
+        if way == "chunks" or way in ("cheaper", "two levels") and chance.random() < 0.3:
             axes |= dict(ep_chunks=3)
         if "ep_shadow" in axes or way == "cheaper":  # experts so narrow that it pays now and then
             width = chance.choice((1, 2, 4)) * axes["tp"]
@@ -263,8 +262,7 @@ def attempt(chance: random.Random) -> Draw:
 
 
 def draw_config(chance: random.Random) -> GPTConfig:
-    heads = chance.choice((4, 6, 6))
-    latent = chance.random() < 0.08
+    heads, latent = chance.choice((4, 6, 6)), chance.random() < 0.08
     positions = "rope" if latent else chance.choice(("rope", "rope", "learned", "alibi", "none"))
     return GPTConfig(
         vocab_size=chance.choice((29, 32, 101)), num_heads=heads, d_model=heads * 4, head_dim=4,

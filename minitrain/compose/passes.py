@@ -98,11 +98,11 @@ class ExpertGroups:
         def pays(routing: Routing, training: bool) -> bool:
             return experts_are_cheaper(table(routing), width, gated=gated, backward=training)
 
-        if strategy.ep_chunks > 1:
-            chunks = strategy.ep_chunks
+        chunks = strategy.ep_chunks
+        if self.inside.size() > 1:
+            hook = TwoLevels(self.across, self.inside, meanwhile, chunks)
+        elif chunks > 1:
             hook = lambda x, routing, experts: by_capacity(x, routing, group, experts, chunks=chunks)
-        elif self.inside.size() > 1:
-            hook = TwoLevels(self.across, self.inside, meanwhile)
         else:
             hook = AllToAll(group, meanwhile)
         if strategy.ep_travel != "tokens":

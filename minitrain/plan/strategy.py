@@ -50,7 +50,7 @@ class Strategy:
     order: str = "dp-pp-cp-tp"  # of these four, the outermost first: ranks of the last are neighbours
     ep: int = 1  # of the dp x cp ranks, how many share out the experts
     ep_node: int = 1  # of the ep ranks, how many are one node: what crosses to a node does so once
-    ep_chunks: int = 1  # in which an expert's rows travel, while it works on those before
+    ep_chunks: int = 1  # in which rows travel, while experts work on those before, or nodes share them out
     ep_travel: str = "tokens"  # what crosses ep: tokens, experts, or cheaper: by the counts of each step
     ep_shadow: int = 0  # of a layer's busy experts, how many may be copied to all of ep for a step
     zero: int | str = 0  # 0: replicated; 1, 2, 3: ZeRO; PaRO's letters, such as III: hybrid sharding
@@ -206,8 +206,8 @@ def conflicts(s: Strategy) -> Iterator[tuple[str, str]]:
         yield "ep_travel ep_node", "it compares ranks, not nodes; use ep_node=1, or tokens or experts"
     if s.ep_shadow and (s.ep == 1 or s.ep_travel != "tokens"):
         yield "ep_shadow ep ep_travel", "a shadow is of an expert whose rows would travel; use ep_shadow=0"
-    if s.ep_chunks > 1 and (s.ep == 1 or s.ep_node > 1 or s.ep_travel == "experts"):
-        yield ("ep_chunks ep ep_node ep_travel", "chunks are of rows that all ranks send; use ep_chunks=1")
+    if s.ep_chunks > 1 and (s.ep == 1 or s.ep_travel == "experts"):
+        yield ("ep_chunks ep ep_travel", "chunks are of rows that ranks send; use ep_chunks=1")
     for name, only in dict(overlap=False, ep_chunks=1, ep_travel="tokens", ep_shadow=0).items():
         if s.products != "plain" and getattr(s, name) != only:
             yield f"{name} products", f"it has products of its own; use {name}={only!r} or plain products"

@@ -73,8 +73,7 @@ def tensor_parallel(m, group):
 
 
 def zero(m, group):
-    model = net(6, 8, 4)
-    sync = getattr(m, "Zero1", None) or m.Zero3
+    model, sync = net(6, 8, 4), getattr(m, "Zero1", None) or m.Zero3
     sync = sync(model, group, adam)
     for _ in range(3):
         sync.zero_grad()
@@ -207,8 +206,7 @@ def saved(m, group):
     same = m.Piece(
         "same", (10,), (0,), table[:, 0].contiguous(), (group,)
     )  # every rank has it, and writes a part
-    path = folder / f"rank{rank}.safetensors"
-    written = [None] * ranks
+    path, written = folder / f"rank{rank}.safetensors", [None] * ranks
     dist.all_gather_object(
         written, (path, m.write_file(m.Disk(), path, m.share_out([*pieces, same]), {"step": 3}))
     )

@@ -228,8 +228,7 @@ def counted_on_gloo(inputs):
 
 def code_of(function, *more, collectives=""):
     sources = ["import torch", "from minitrain import collectives", *map(inspect.getsource, more)]
-    name = function.__name__
-    source = inspect.getsource(function)
+    name, source = function.__name__, inspect.getsource(function)
     return Code(given=sources, answer=source, names=[name], call=name, collectives=collectives)
 
 

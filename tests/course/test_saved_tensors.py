@@ -64,8 +64,7 @@ def test_what_follows_an_error_has_its_own_place():
 def test_what_is_watched_lives_no_longer():
     module, x = Twice(), torch.randn(3, 8)
     with SavedTensors(module) as saved:
-        y = module(x)
-        memory = weakref.ref(x.untyped_storage())
+        y, memory = module(x), weakref.ref(x.untyped_storage())
         del x, y
     assert memory() is None and saved.bytes == 216
 

@@ -33,6 +33,7 @@ def case(config=CONFIG, length=16, rows=8, **values) -> Draw:
 CASES = {
     "two levels": case(ep_node=2, rows=4),
     "two levels, uneven": case(WIDE, 11, ep_node=2, zero=3),
+    "two levels, chunks": case(ep_node=2, ep_chunks=3, length=13),
     "one node": case(ep=2, ep_node=2, length=3),
     "chunks": case(ep_chunks=3, length=13, microbatches=2),
     "chunks, tp": case(dp=2, tp=2, ep=2, ep_chunks=2),
@@ -43,7 +44,7 @@ CASES = {
     "cheaper, tp": case(dp=2, tp=2, ep=2, ep_travel="cheaper"),
     "cheaper, pp": case(dp=2, pp=2, ep=2, ep_travel="cheaper", microbatches=2, recompute="stage"),
     "shadows": case(ep_shadow=3, length=13),
-    "shadows, nodes": case(ep_shadow=3, ep_node=2, length=11),
+    "shadows, nodes, chunks": case(ep_shadow=3, ep_node=2, ep_chunks=2, length=11),
     "shadows, chunks, tp": case(MIDDLE, dp=2, tp=2, ep=2, ep_shadow=1, ep_chunks=2),  # by the rows of both
 }
 

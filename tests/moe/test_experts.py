@@ -170,8 +170,7 @@ def test_counts_are_asked_for_only_if_they_are_not_given():
 
 
 def test_frozen_experts_cost_no_products():
-    sizes = SIZES["uneven"]
-    product = 2 * 16 * D * WIDE
+    sizes, product = SIZES["uneven"], 2 * 16 * D * WIDE
     for frozen, spared in (((1, 2, 3), 3), ((2,), 1), ((0,), 2)):  # rows are behind two products, up and gate
         leaves = drawn(16, True)
         for index in frozen:

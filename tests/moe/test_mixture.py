@@ -453,7 +453,7 @@ REFUSED = {
     "ep=8 does not divide 4 experts; use ep 1 or 2 or 4": lambda: Strategy(dp=8, ep=8).check(MOE, 8),
     "ep=8 does not divide 4 and 8 experts; use ep 1": lambda: Strategy(dp=8, ep=8).check(PYRAMID, 8),
     "ep=2, but the model has no experts": lambda: Strategy(dp=2, ep=2).check(GPTConfig(**SHAPE), 2),
-    "ep_chunks=2 with ep=1, ep_node=1, ep_travel='tokens': chunks are of rows": lambda: Strategy(ep_chunks=2),
+    "ep_chunks=2 with ep=1, ep_travel='tokens': chunks are of rows": lambda: Strategy(ep_chunks=2),
     "ep_chunks=2 with ep=2, .*: chunks are": lambda: Strategy(ep_chunks=2, ep_travel="experts", **EP2),
     "ep_travel='cheaper' with ep_node=2: it": lambda: Strategy(dp=4, ep=4, ep_node=2, ep_travel="cheaper"),
     "ep_shadow=2 with ep=1, ep_travel='tokens': a shadow": lambda: Strategy(dp=2, ep_shadow=2),

@@ -346,8 +346,7 @@ def test_activations_memory(s, b, h, a, device):
 def test_activation_table_2():
     """GPT-3's layer, in units of sbh: 114, then with t = 8: 23, 14.25, 13, 4.25 and 2."""
     gpt3 = partial(activation_bytes, 2048, 1, 12_288, 96)
-    sbh = 2048 * 12_288
-    eight = dict(tensor_parallel=8)
+    sbh, eight = 2048 * 12_288, dict(tensor_parallel=8)
     assert [
         gpt3() / sbh,
         gpt3(**eight) / sbh,

@@ -160,8 +160,7 @@ def test_memory_is_figure_1_of_korthikanti(name, microbatch):
     parallelism it is not; activations are the paper's, and what they do not count: working memory, embedding."""
     run = next(one.run for one in published() if one.name == f"Kor22 {name} full")
     layers, p, m = run.model.num_layers, run.strategy.pp, run.strategy.chunks
-    times = layers * (1 + (p - 1) / (p * m) * (m > 1))
-    totals = []
+    times, totals = layers * (1 + (p - 1) / (p * m) * (m > 1)), []
     for recompute, sequence in (("none", False), ("selective", True)):
         strategy = replace(run.strategy, recompute=recompute, sequence_parallel=sequence)
         again = replace(run, strategy=strategy)

@@ -67,8 +67,7 @@ def test_equal_gradients_give_equal_weights_and_a_run_goes_on_in_another_layout_
     def trained(strategy, saved=None):
         run = start(strategy)
         step(run, 0)
-        first = run.state_dict()
-        run = start(strategy)
+        first, run = run.state_dict(), start(strategy)
         run.load_state_dict(saved or first)
         step(run, 1)
         return first, run.state_dict()

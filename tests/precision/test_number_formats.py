@@ -250,8 +250,7 @@ def test_by_chance_is_right_on_average(name, dtype):
     f, draws = FORMATS[name], 4000
     x = torch.linspace(0.3, 3.7, 200, dtype=dtype) * max(1.0, f.smallest_subnormal)
     gap = torch.exp2(torch.frexp(x).exponent - 1.0).clamp(2.0**f.min_exponent) * f.eps
-    low = (x / gap).trunc() * gap
-    many = x.expand(draws, -1)
+    low, many = (x / gap).trunc() * gap, x.expand(draws, -1)
     y = round_to(many, f, "stochastic", generator=torch.Generator().manual_seed(7))
     assert ((y == low) | (y == low + gap)).all()
     share = (x - low) / gap
@@ -284,8 +283,7 @@ def test_half_a_step_above_the_largest_of_e4m3_is_the_largest():
 def test_weights_in_bf16_grow_by_chance_only():
     """1,000 updates of 1e-4 to weights of 1: all lost to nearest (half a step above 1 is 2^-8), kept by chance."""
     weight, update = torch.ones(2000, dtype=torch.bfloat16), torch.full((2000,), 1e-4)
-    chance = torch.Generator().manual_seed(0)
-    nearest = weight.clone()
+    chance, nearest = torch.Generator().manual_seed(0), weight.clone()
     for _ in range(1000):
         assert add_stochastic_(weight, update, chance) is weight
         nearest.add_(update.bfloat16())

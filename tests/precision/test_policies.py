@@ -302,8 +302,7 @@ def test_loss_scaling():
             skipped = not bad.updated and same(parameters(run), before) and run.scale.factor == 2.0**15
             saved = run.state_dict()
             (good,) = steps(run, 1, first=2)
-            after = parameters(run)
-            resumed = started()
+            after, resumed = parameters(run), started()
             resumed.load_state_dict(saved)
             steps(resumed, 1, first=2)
             exact = same(parameters(resumed), after) and resumed.scale.state_dict() == run.scale.state_dict()

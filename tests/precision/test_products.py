@@ -405,8 +405,7 @@ def test_torchs_kernel_and_the_emulation_agree(name):
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_rows"])
 def test_on_a_gpu_the_kernel_is_used_and_errs_as_the_emulation_does(name, monkeypatch):
     x, weight, dy = (one.bfloat16().cuda() for one in operands(5, 64, 512, 128))
-    scales = Scales(device="cuda")
-    used = []
+    scales, used = Scales(device="cuda"), []
     by_kernel = products.by_kernel
     monkeypatch.setattr(products, "by_kernel", lambda *args: used.append(1) or by_kernel(*args))
     (y,) = multiply(x, [weight], [scales], PRODUCTS[name])

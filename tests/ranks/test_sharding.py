@@ -117,8 +117,7 @@ def bytes_sent():
 
 
 def test_undoing_gathers_the_last_cut_first():
-    size = 8 * 12 * 4
-    found = launch.run(bytes_sent, ranks=4)
+    size, found = 8 * 12 * 4, launch.run(bytes_sent, ranks=4)
     assert found == [[("all_gather", "dp", size // 4), ("all_gather", "tp", size // 2)]] * 4
 
 

@@ -325,8 +325,7 @@ def test_the_maximum_of_each_element(ranks):
 def volumes(elements):
     """(payload, sent) of every operation on `elements` float32 per rank, and who sent what in a broadcast."""
     group, device = dist.group.WORLD, launch.device()
-    n = group.size()
-    x = torch.ones(elements, device=device)
+    n, x = group.size(), torch.ones(elements, device=device)
     collectives.all_reduce(x, group)
     if elements % n == 0:
         collectives.reduce_scatter(x, group)

@@ -222,8 +222,7 @@ def test_what_belongs_together_passes():
 
 
 def headers_are_free():
-    group = dist.group.WORLD
-    calls = []
+    group, calls = dist.group.WORLD, []
     for checked in (False, True):
         collectives.set_checked(checked)
         collectives.barrier(group)

@@ -95,8 +95,7 @@ def who_calls():
 
 
 def test_a_backward_call_is_logged_at_the_line_of_its_forward():
-    line = who_calls.__code__.co_firstlineno + 3
-    size = 8 * 3 * 4
+    line, size = who_calls.__code__.co_firstlineno + 3, 8 * 3 * 4
     assert launch.run(who_calls, ranks=2)[0] == [
         ("all_gather", str(line), size // 2),
         ("reduce_scatter", f"{line} backward", size // 2),

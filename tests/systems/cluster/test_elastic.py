@@ -72,8 +72,7 @@ def test_sia():
             (1.7 if kind == "fast" else 1) * n ** draw.uniform(0.5, 1) * draw.uniform(0.5, 2)
         )
         worth = [{(kind, n): speed(kind, n) for kind in capacity for n in (1, 2, 4)} for _ in range(4)]
-        chosen = sia(worth, capacity)
-        best = 0
+        chosen, best = sia(worth, capacity), 0
         for combination in product(*[[None, *job] for job in worth]):
             used = {kind: sum(c[1] for c in combination if c and c[0] == kind) for kind in capacity}
             if all(used[kind] <= room for kind, room in capacity.items()):

@@ -67,8 +67,7 @@ def test_pathways():
     assert run_gangs([gangs] * 3) == (gangs, [])
     stuck = 0
     for seed in range(50):
-        draw = Random(seed)
-        queues = []
+        draw, queues = Random(seed), []
         for _ in range(2):  # each device: both programs in their own order, mixed by chance
             names = {program: iter(range(4)) for program in "AB"}
             queues.append([f"{p}{next(names[p])}" for p in draw.sample("AAAABBBB", 8)])

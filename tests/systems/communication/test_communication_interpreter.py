@@ -62,8 +62,7 @@ def every_primitive(n: int) -> dict:
     """Each collective from messages against torch's, with the bytes this rank sent."""
     group, rank = dist.group.WORLD, dist.get_rank()
     x = own_tensor(rank, 24 * n)
-    own = slice(24 * rank, 24 * (rank + 1))
-    total = x.clone()
+    own, total = slice(24 * rank, 24 * (rank + 1)), x.clone()
     dist.all_reduce(total)
     everyone = [torch.empty_like(x) for _ in range(n)]
     dist.all_gather(everyone, x)

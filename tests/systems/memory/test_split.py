@@ -170,8 +170,7 @@ def test_attention_in_parts():
 
 
 def test_uneven_parts():
-    x = torch.arange(14.0).view(7, 2)
-    seen = []
+    x, seen = torch.arange(14.0).view(7, 2), []
     assert torch.equal(split(lambda part: seen.append(len(part)) or part * 2, x, 3), x * 2)
     assert seen == [3, 2, 2]
     for parts in (0, 8):

@@ -137,8 +137,7 @@ STEPS, ADAM = 5, dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 def replicas(ranks):
     """Loads, and holders: the owners; what the planner makes of them, with replicas and experts elsewhere;
     then without the first holder of a replicated expert, and with one more expert elsewhere."""
-    loads = one_process_loads()
-    before = plan.owners(E, ranks)
+    loads, before = one_process_loads(), plan.owners(E, ranks)
     after = plan.applied(before, plan.flexmoe(loads, before, ranks, slots=E // ranks + 2, threshold=1.0))
     twice = next(e for e, there in enumerate(after) if len(there) > 1)
     to = next(r for r in range(ranks) if r not in after[1])
@@ -485,8 +484,7 @@ def test_a_shard_without_the_others_gradients_is_seen():
 
 
 def check_outcomes(outcomes, wanted, num):
-    ranks = len(outcomes)
-    found = [outcome[0] for outcome in outcomes]
+    ranks, found = len(outcomes), [outcome[0] for outcome in outcomes]
     y, x, gate = torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]), sum(f[2] for f in found)
     for one, other in zip((y, x, gate), wanted):
         close(one, other)

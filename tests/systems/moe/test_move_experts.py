@@ -184,8 +184,7 @@ def sent_both_ways():
 
 
 def sent_by(tokens, wide, group, groups):
-    generator = torch.Generator().manual_seed(group.rank())
-    sent = []
+    generator, sent = torch.Generator().manual_seed(group.rank()), []
     for way in ("rows", "experts"):
         x = torch.randn(tokens, D, generator=generator, dtype=torch.float64, requires_grad=True)
         up, down = (torch.randn(2, *size).double().requires_grad_() for size in ((D, wide), (wide, D)))
@@ -229,8 +228,7 @@ def test_pulling_is_cheaper_where_the_rule_says_so():
 
 
 def broken(wrong):
-    group = collectives.world()
-    mesh = Mesh(node=2, place=1)
+    group, mesh = collectives.world(), Mesh(node=2, place=1)
     if wrong == "gradients do not go home":
         move_experts.Homeward.arrive = lambda self: setattr(self, "leaving", None)
     if wrong == "the neighbour's expert is not fetched":

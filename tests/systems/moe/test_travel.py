@@ -242,8 +242,8 @@ RUNS = {
         case(dp=2, pp=2, ep=2, microbatches=3, recompute="stage", ep_shadow=3),
         case(dp=2, tp=2, ep=2, zero=1, ep_shadow=2),
         case(dp=4, ep=2, zero=3, ep_shadow=4, ep_chunks=2),
-        case(dp=4, ep=4, ep_node=2, ep_shadow=2),
-        case(dp=2, cp=2, ep=4, ep_shadow=2),
+        case(dp=4, ep=4, ep_node=2, ep_chunks=2, ep_shadow=2),
+        case(dp=2, cp=2, ep=4, ep_node=2, ep_chunks=3, ep_shadow=2, zero=2),
     ],
 }
 

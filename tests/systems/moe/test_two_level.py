@@ -13,8 +13,9 @@ from minitrain.moe.dispatch import Dispatch
 from minitrain.moe.router import NOWHERE
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.collectives import transport
+from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.mesh import Mesh
-from minitrain.systems.moe.two_level import TwoLevelDispatch, copies, two_level_all_to_all
+from minitrain.systems.moe.two_level import TwoLevelDispatch, TwoLevels, copies, two_level_all_to_all
 from tests.moe.by_token import experts_of, grads_of, numbers, tokens_of
 from tests.parallel import Traffic
 
@@ -45,13 +46,32 @@ def step(make, case, group, wrong=""):
     leaves = [t.clone().requires_grad_() for t in (x[part], gate, up[own], down[own])]
     x, gate, up, down = leaves
     routing = CASES[case](x @ gate, part)
-    way = make(routing)
-    y = experts.grouped(way.there(x), way.counts, up, down)
-    if wrong == "sums come home in another order":
-        way.tokens = way.tokens.flip(0)
-    y = way.back(y, routing.weights)
+    if isinstance(make, TwoLevels):
+        y = make(x, routing, lambda rows, counts, sizes: experts.grouped(rows, counts, up, down))
+    else:
+        way = make(routing)
+        y = experts.grouped(way.there(x), way.counts, up, down)
+        if wrong == "sums come home in another order":
+            way.tokens = way.tokens.flip(0)
+        y = way.back(y, routing.weights)
     (y * torch.linspace(1, 2, D, dtype=y.dtype)).square().sum().backward()
     return [y.detach(), *grads_of(*leaves)], routing.experts
+
+
+def largest(found, wanted):
+    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True) if a.numel())
+
+
+def meanwhile(events):
+    """How many times something leaves inside the node while rows are between nodes."""
+    times, crossing = 0, set()
+    for event in events:
+        if isinstance(event, Issue) and event.axis == "node":
+            crossing.add(event.id)
+        elif isinstance(event, Issue) and event.axis == "place":
+            times += bool(crossing)
+        crossing.discard(event.id if isinstance(event, Wait) else None)
+    return times
 
 
 def on_a_rank(wrong=""):
@@ -66,7 +86,11 @@ def on_a_rank(wrong=""):
             with Traffic() as ledger:
                 found, _ = step(way, case, group, wrong)
             outcomes["turns", nodes, size, case] = len(turns)
-            differs = max((a - b).abs().max().item() for a, b in zip(found, flat, strict=True) if a.numel())
+            with Traffic() as again:
+                parts, _ = step(TwoLevels(across, inside, parts=3), case, group)
+            beside = meanwhile(again.events), meanwhile(ledger.events)
+            outcomes["parts", nodes, size, case] = largest(parts, flat), again.sent_bytes(axis="node"), beside
+            differs = largest(found, flat)
             outcomes[nodes, size, case] = differs, chosen, ledger.sent_bytes(axis="node"), mesh.rank("node")
     return outcomes
 
@@ -81,6 +105,17 @@ def launched(ranks):
 def test_equals_flat_dispatch(ranks, case):
     for nodes, size in GRIDS[ranks]:
         assert max(rank[nodes, size, case][0] for rank in launched(ranks)) < 1e-12
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", GRIDS)
+def test_in_parts_the_levels_overlap_and_the_same_travels(ranks, case):
+    """But for the counts of two more parts, a number for each other node."""
+    for nodes, size in GRIDS[ranks]:
+        for rank in launched(ranks):
+            (differs, sent, beside), whole = rank["parts", nodes, size, case], rank[nodes, size, case]
+            assert differs < 1e-12 and sent == whole[2] + 2 * 8 * (nodes - 1)
+            assert beside == (8, 0), "of three parts' six ways inside forward, and six backward"
 
 
 def test_something_else_is_done_while_rows_and_gradients_cross_each_way():
@@ -142,8 +177,7 @@ def messages_of(work):
 
 
 def all_to_all_on_a_rank():
-    group = collectives.world()
-    mesh = Mesh(node=2, place=2)
+    group, mesh = collectives.world(), Mesh(node=2, place=2)
     across, inside = mesh.group("node"), mesh.group("place")
     x = torch.randn(12, 5, 2, generator=torch.Generator().manual_seed(group.rank()))
     flat, plain = messages_of(lambda: collectives.all_to_all(x, group))

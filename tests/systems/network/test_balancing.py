@@ -102,8 +102,7 @@ def test_megascale_network():
 @pytest.mark.parametrize("flows, paths, parts", [(20, 8, 8), (7, 3, 3), (5, 8, 12), (16, 4, 0), (3, 6, 6)])
 def test_ethereal(flows, paths, parts):
     """The load of spraying with few flows split: every path flows/paths."""
-    shares = ethereal(flows, paths)
-    load = Counter()
+    shares, load = ethereal(flows, paths), Counter()
     for each in shares:
         assert sum(each.values()) == 1 and min(each.values()) > 0
         load.update(each)

@@ -79,8 +79,7 @@ def train(schedule, shape, problem, plant=lambda post: None, stop=False):
     stages, reducer = run.mesh.group("pp"), Poisoned(run.sync)
     trained = [param for group in run.sync.param_groups for param in group["params"]]
 
-    post = PostValidation(run.sync, CLIP, stages)
-    again = []
+    post, again = PostValidation(run.sync, CLIP, stages), []
 
     ask = post.before_backward
 

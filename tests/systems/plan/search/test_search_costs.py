@@ -158,8 +158,7 @@ def run(problem, shardings, numbers=True):
 
         def counted(what, fn, *args):
             read = lambda: [ledger.sent_bytes(axis=f"level{i}") for i in range(levels.n)]
-            before = read()
-            result = fn(*args)
+            before, result = read(), fn(*args)
             sent[what] = [a - b + c for a, b, c in zip(read(), before, sent.get(what, [0] * levels.n))]
             return result
 
@@ -246,8 +245,7 @@ def test_every_byte_on_ranks():
     """14 drawn choices on 2 x 2 ranks equal one process, gradient by gradient; each layer's and each edge's
     bytes, forward and backward, on each level, what is stored and what is kept are the problem's. Replayed on
     links without latency, each takes the problem's seconds."""
-    shown = set()
-    by_rank = launch.run(rank, CASES, ranks=4)
+    shown, by_rank = set(), launch.run(rank, CASES, ranks=4)
     for number, (case, seed) in enumerate(CASES):
         options = [check(case, seed, rows[number]) for rows in by_rank][0]
         shown |= {sharding for option in options for sharding in option.shardings}

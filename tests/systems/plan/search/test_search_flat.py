@@ -131,8 +131,7 @@ def check_stationary():
     options = problem.options(problem.levels)
     states = list(product(options, repeat=2))
     cost = {state: max(simulated.simulate(simulated.tasks_of(problem, state))) for state in states}
-    beta = 2 / min(cost.values())
-    moves = numpy.zeros((9, 9))
+    beta, moves = 2 / min(cost.values()), numpy.zeros((9, 9))
     for i, state in enumerate(states):
         for layer, option in product(range(2), options):
             proposal = (*state[:layer], option, *state[layer + 1 :])
@@ -166,8 +165,7 @@ def test_tofu():
 def fetched(problem, seed):
     """Elements that pass between four workers that run the plan; each owns a quarter of every tensor."""
     halved = layerwise.tofu(problem).choice
-    draw = numpy.random.default_rng(seed)
-    layers = problem.layers
+    draw, layers = numpy.random.default_rng(seed), problem.layers
     integer = lambda *shape: draw.integers(-2, 3, shape).astype(float)
     x, w = [integer(problem.rows, layers[0].takes)], [integer(layer.takes, layer.gives) for layer in layers]
     for matrix in w:

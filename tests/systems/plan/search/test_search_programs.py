@@ -177,8 +177,7 @@ def check_1f1b():
                 program = op_assign(program, f"{kind}{device}", device)
             program = in_row(program, [str(action) for action in actions])
         costs = Costs(F=1, B=2, stage={i: i + 1 for i in range(p)})
-        played = simulate(schedule, costs)
-        ends = times(program)
+        played, ends = simulate(schedule, costs), times(program)
         assert max(ends.values()) == played.makespan
         assert all(ends[str(span.entry)] == span.end for spans in played.spans for span in spans)
 

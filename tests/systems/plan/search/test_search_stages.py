@@ -29,8 +29,7 @@ def test_step_of_a_pipeline():
             assert simulate(gpipe(len(times), microbatches), costs).makespan == step
             other = simulate(one_f_one_b(len(times), microbatches), costs).makespan
             assert 0.8 * step < other <= step and (other == step or len(set(times)) > 1)
-    problem = example()
-    half = [range(0, 2), range(2, 4)]
+    problem, half = example(), [range(0, 2), range(2, 4)]
     plan = tuple(staged.Stage(run, 2, (Option(("dp",)),) * 2) for run in half)
     own = [problem.cost([Option(("dp",))] * 2, run, 2) for run in half]
     message = 2 * 512 * 1024 * 4 / 2 / 2.0**30  # both ways, half at each of two devices
