@@ -9,8 +9,8 @@ node; rank r of all is place r % g of node r // g.
     two_level_all_to_all   blocks for place l of every node meet at place l of this node, then cross
 
 Between nodes a rank with P pairs (token, other node) that receives Q sends P·D elements forward and Q·D back,
-backward as many; 8 bytes for each node's number of pairs, with a pair k numbers of experts (8 bytes each) and
-k weights, with their gradients. Flat, a token crosses once for each expert. Inside, as dispatch.py.
+backward as many; 8 bytes for a node's number of pairs in a part; with a pair k numbers of experts (8 bytes
+each) and k weights, with gradients. Flat, a token crosses once for each expert. Inside, as dispatch.py.
 all_to_all: n - g messages of S/n bytes to other nodes become N - 1 of g·S/n; S (g-1)/g travel inside.
 DeepSeek-V3 2024 (arXiv:2412.19437, section 3.2.2); Hwang et al. 2022 (Tutel's 2DH, arXiv:2206.03382).
 Differs: a copy enters at the sender's own place; a thread or NCCL moves the rows, no kernel with cores of its
