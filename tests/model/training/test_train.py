@@ -158,7 +158,7 @@ def paced():
         clock[0] += 1
         return step()
 
-    trainer.clock = SimpleNamespace(now=lambda device: clock[0])
+    trainer.devices = SimpleNamespace(now=lambda device: clock[0])
     here.train_one_step = train_one_step
     for _ in here.run():
         clock[0] += 100
