@@ -75,6 +75,11 @@ class Client(NotebookClient):
             self.shutdown_kernel = "immediate"
             self.work.cancel()
 
+    async def async_execute_cell(self, *args, **kwargs):
+        if self.heard:  # wait_for loses a cancellation that comes in the moment in which its wait is over
+            raise asyncio.CancelledError
+        return await super().async_execute_cell(*args, **kwargs)
+
     async def async_start_new_kernel(self, **kwargs) -> None:
         """Called when nbclient has put its own handlers of signals in place."""
         self.listen()

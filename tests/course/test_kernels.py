@@ -1,5 +1,6 @@
 """Kernels have addresses that nobody else can take, and end, however they end, with one line."""
 
+import asyncio
 import os
 import runpy
 import signal
@@ -82,3 +83,10 @@ def test_an_interrupt_of_minitrain_run_is_one_line_at_most_and_ends_the_kernel(t
     assert process.returncode == 130 and out == "" and len(err.strip().splitlines()) <= 1, out + err
     assert not psutil.pid_exists(int((tmp_path / "running").read_text()))
     assert not list((tmp_path / "temporary").iterdir()) and not list((tmp_path / "out").iterdir())
+
+
+def test_an_interrupt_that_was_lost_in_a_cell_is_heard_before_the_next():
+    client = kernels.Client(nbformat.v4.new_notebook())
+    client.heard = (signal.SIGINT,)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(client.async_execute_cell(nbformat.v4.new_code_cell("1"), 0))

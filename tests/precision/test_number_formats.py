@@ -144,8 +144,7 @@ def test_nearest_is_theirs_to_the_bit(name):
     assert decode(encode(x, f), f)[~numeric].isnan().all()
     # Torch and ml_dtypes round what is subnormal in float32 up in E8M0, 1.25 · 2^-127 say; once, from float64, is to nearest.
     alike = x.abs() >= 2.0**-126 if f.name == "e8m0" else torch.ones_like(x, dtype=torch.bool)
-    alike = alike | x.isnan() | (x <= 0)
-    once = round_to(x.double(), f)
+    alike, once = alike | x.isnan() | (x <= 0), round_to(x.double(), f)
     assert once.dtype == torch.float64 and same(once.float()[alike], values[alike])
     assert torch.equal(encode(x.double(), f).int()[numeric & alike], codes[numeric & alike])
     assert decode(encode(x.double(), f), f)[~numeric].isnan().all()

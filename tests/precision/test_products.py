@@ -319,8 +319,7 @@ def test_of_a_shared_head_each_rank_casts_its_own_term():
 
 
 def test_delayed_scaling_resumes_bit_for_bit_under_another_layout():
-    whole = single("fp8_delayed", 4)
-    state = single("fp8_delayed", 2)[1]
+    whole, state = single("fp8_delayed", 4), single("fp8_delayed", 2)[1]
     assert len(state["amax"]) == 2 * 7 and all(one.shape == (2, 16) for one in state["amax"].values())
     states = [dict(state=one, first=2) for one in (state, state | dict(amax={}))]
     ((resumed, fresh),) = launch.run(

@@ -159,8 +159,7 @@ def overhead(work, state, way, every):
 
 def test_checkfreq_steps():
     """The chosen number keeps the budget, played, and no save waits for another; one step fewer does not."""
-    draw = random.Random(0)
-    by_budget = 0
+    draw, by_budget = random.Random(0), 0
     for _ in range(40):
         work = Work(*(Fraction(draw.randint(2, 9)) for _ in range(3)))
         state = State(Fraction(draw.randint(1, 30)), Fraction(draw.randint(1, 90)))

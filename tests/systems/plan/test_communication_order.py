@@ -203,8 +203,7 @@ def test_pace():
     for _ in range(60):
         count = draw.randint(1, 8)
         ready = sorted(draw.randint(0, 20) for _ in range(count))
-        sizes = [draw.randint(1, 6) for _ in range(count)]
-        ends = []
+        sizes, ends = [draw.randint(1, 6) for _ in range(count)], []
         for cuts in product((False, True), repeat=count - 1):
             end, bounds = 0, [0, *(i + 1 for i, cut in enumerate(cuts) if cut), count]
             for a, b in zip(bounds, bounds[1:]):

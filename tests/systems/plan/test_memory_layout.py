@@ -27,8 +27,7 @@ def fullest(lives):
 
 
 def drawn(seed, count, moments=12, most=9):
-    draw = random.Random(seed)
-    found = []
+    draw, found = random.Random(seed), []
     for block in range(count):
         born = draw.randrange(moments)
         found.append(Lifetime(block, born, born + draw.randint(1, moments - 2), draw.randint(1, most)))
@@ -133,8 +132,7 @@ def watched(monkeypatch) -> list[int]:
 def test_around_what_lies_there_already(monkeypatch):
     fixed = [(Lifetime(90, 0, 10, 4), 2), (Lifetime(91, 4, 6, 2), 8)]
     lives = [Lifetime(0, 0, 5, 2), Lifetime(1, 3, 8, 2), Lifetime(2, 7, 10, 2)]
-    heights = watched(monkeypatch)
-    found = annealed(lives, around=fixed)
+    heights, found = watched(monkeypatch), annealed(lives, around=fixed)
     assert len(heights) == 1, "what lies there is as high as the bound"
     together = [*lives, *(life for life, _ in fixed)]
     assert painted(together, found | {life.block: at for life, at in fixed}) == 10 == fullest(together) + 0

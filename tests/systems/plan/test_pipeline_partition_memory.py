@@ -102,8 +102,7 @@ def test_the_smallest_peak_equals_brute_force(seed):
 @cache
 def small_case(seed: int) -> stage_memory.Model:
     """6 layers of 2 units each: (seconds, bytes kept) of what may be recomputed."""
-    draw = random.Random(seed)
-    layers = []
+    draw, layers = random.Random(seed), []
     for _ in range(6):
         times = draw.randint(5, 9), draw.randint(10, 18), draw.randint(0, 5)
         units = tuple(stage_memory.Unit(draw.randint(1, 4), draw.randint(2, 9)) for _ in range(2))

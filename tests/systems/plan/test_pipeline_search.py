@@ -161,8 +161,7 @@ def best_around(pattern, m, costs, limits):
         whole = [entries for entries in windows.values() if len(entries) == len(kinds)]
         entries = [entry for window in whole for entry in window]
         before = [min((n for k, n in entries if k == one), default=m) for one in range(len(kinds))]
-        after = [count + len(whole) for count in before]
-        lists = []
+        after, lists = [count + len(whole) for count in before], []
         for rank in range(1 + max(pattern.place)):
             own = [k for k, kind in enumerate(kinds) if kind.rank == rank]
             middle = [(kinds[k].letter, kinds[k].stage, n) for some in whole for k, n in some if k in own]

@@ -43,8 +43,7 @@ def exhaustive(units) -> set:
 
 def some_units(seed: int) -> list[Unit]:
     draw = random.Random(seed)
-    names = "abcdefgh"[: draw.randint(4, 8)]
-    units = []
+    names, units = "abcdefgh"[: draw.randint(4, 8)], []
     for i, name in enumerate(names):
         sizes = draw.randint(1, 9), draw.randint(1, 9)
         inputs = tuple(draw.sample(names[:i], draw.randint(0, min(i, 3))))
