@@ -119,7 +119,7 @@ def described(result, args: tuple, device: torch.device | None = None) -> Result
 
 
 class ShapesMode(private.FakeTensorMode):
-    """torch's FakeTensorMode, in a third of its time. An operator on plain dense tensors of one device runs
+    """torch's FakeTensorMode, in less time. An operator on plain dense tensors of one device runs
     its kernel for shapes, once for arguments like these in all dry runs; later its results get the attributes
     that torch's constructor gives. What is not plain, or wants numbers, goes torch's way: it asks 17
     properties of each argument, every time."""
