@@ -32,13 +32,13 @@ from minitrain.ranks.checks import require_positive_ints
 from minitrain.ranks.launch.team import queued_s
 from minitrain.ranks.process import PROCESS
 
-BEAT_S, BEATS = 0.05, 10
+BEAT_S, BEATS = 0.05, 20
 
 
 class Heartbeat(ExitStack):
     """`with Heartbeat(path, rank, ranks) as heart`: a thread counts beats, the rank its step and calls, in a
     file that all see. `heart.silent()`, asked again and again by anybody: (rank, step, calls) of those that
-    had no beat while the median rank had ten: stopped or gone, however slow the machine is.
+    had begun, and no beat while the median rank had twenty: stopped or gone, however slow the machine is.
     `heart.behind()`: who is furthest behind; where all wait and all beat, they wait for that one."""
 
     def __init__(self, path: Path | str, rank: int, ranks: int):
@@ -51,6 +51,7 @@ class Heartbeat(ExitStack):
     def __enter__(self) -> "Heartbeat":
         self.enter_context(collectives.observe(self._on_event))
         self.callback(self.ended.set)
+        self.rows[self.rank, 0] = 1  # whoever is late has not begun, which is no silence
         threading.Thread(target=self._beat, daemon=True).start()
         return self
 
@@ -69,7 +70,8 @@ class Heartbeat(ExitStack):
         if np.median(beats) < BEATS:
             return []
         self.seen = now
-        return [(rank, *now[rank, 1:].tolist()) for rank in np.flatnonzero(beats == 0).tolist()]
+        still = np.flatnonzero((beats == 0) & (now[:, 0] > 0))
+        return [(rank, *now[rank, 1:].tolist()) for rank in still.tolist()]
 
     def behind(self) -> tuple[int, int, int]:
         return min(((rank, *row[1:].tolist()) for rank, row in enumerate(self.rows)), key=lambda row: row[1:])

@@ -63,8 +63,7 @@ def wrapped(graph: Sequence[Op], halves: Iterable[str]) -> list[Cast]:
 
 def time(graph: Sequence[Op], halves: Iterable[str], done: Iterable[Cast] | None = None) -> Number:
     """Of the operators one after the other, and of the casts `done` (those of `casts`)."""
-    halves = _checked(graph, halves)
-    cost = {op.name: op.cast for op in graph}
+    halves, cost = _checked(graph, halves), {op.name: op.cast for op in graph}
     done = casts(graph, halves) if done is None else done
     return sum(op.half if op.name in halves else op.full for op in graph) + sum(cost[c.tensor] for c in done)
 

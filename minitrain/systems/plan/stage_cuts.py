@@ -45,8 +45,7 @@ def paper_latency(stages: Sequence[Stage], m: int) -> Number:
     """With the paper's pivot, found from the last stage back to the first."""
     require_ints(1, MOST, m=m)
     F, B, sync = zip(*((stage.F, stage.B, stage.sync) for stage in stages))
-    steady = [(m - 1) * (f + b) for f, b in zip(F, B)]
-    pivot = len(stages) - 1
+    steady, pivot = [(m - 1) * (f + b) for f, b in zip(F, B)], len(stages) - 1
     for s in reversed(range(pivot)):
         if steady[s] > steady[pivot] + sum(F[s + 1 : pivot]) + sum(B[s + 1 : pivot]):
             pivot = s

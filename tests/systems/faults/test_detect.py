@@ -265,7 +265,7 @@ def stopped(plan: str, folder, steps: int) -> list:
 
 
 def test_heartbeat_monitor(tmp_path):
-    """A rank that stops is named with its step as soon as others have had ten beats, and with that it goes on."""
+    """A rank that stops is named with its step as soon as others have had twenty beats, and with that it goes on."""
     plans = [(draw(seed)[0], 2 + 3 * seed) for seed in range(5)]
     points = ("forward", "backward", "all_reduce#1", "gradients", "update")
     plan = "; ".join(f"stop {rank} @{step} {point}" for (rank, step), point in zip(plans, points))
@@ -273,6 +273,15 @@ def test_heartbeat_monitor(tmp_path):
     for rank, step in plans:
         assert (rank, step) in ranks[min({*range(RANKS)} - {rank})][0], (rank, step)
     assert {one for named, _ in ranks for one in named} == set(plans), "and nobody else by anybody"
+
+
+def test_who_has_not_begun_is_not_silent(tmp_path):
+    heart, named = detect.Heartbeat(tmp_path / "beats", 0, RANKS), []
+    for last in (0, 1, 1):  # late, begun, stopped
+        heart.rows[:-1, 0] += 2 * detect.BEATS
+        heart.rows[-1, 0] = last
+        named.append(heart.silent())
+    assert named == [[], [], [(RANKS - 1, 0, 0)]]
 
 
 def recorded(plans: list[str]) -> list:
@@ -303,8 +312,7 @@ def test_flight_recorder():
         plans.append((True, f"{kind} {rank} @0 all_reduce#{number}"))
         wanted.append((rank, number))
     plans += [(True, ""), (False, "skip 2 @0 all_reduce#17")]
-    ranks = launch.run(recorded, plans, ranks=RANKS, checked=False)
-    found = []
+    ranks, found = launch.run(recorded, plans, ranks=RANKS, checked=False), []
     for number in range(len(plans)):
         difference = detect.first_difference({rank: seen[number][1] for rank, seen in enumerate(ranks)})
         found.append(difference and (difference.rank, difference.seq - ranks[0][number][0]))

@@ -260,8 +260,7 @@ def steps_with_plans(num, gathering):
         for c in gathering:
             for t in (x, gate, *weights):
                 t.grad = None
-            routing = ROUTES[ROUTE_OF[num]](x @ gate, part)
-            before = ledger.sent_bytes()
+            routing, before = ROUTES[ROUTE_OF[num]](x @ gate, part), ledger.sent_bytes()
             y = balance.switchable(x, routing, weights, sharing[c], group)
             loss_of(y).backward()
             sent.append(ledger.sent_bytes() - before)
@@ -278,8 +277,7 @@ def steps_with_plans(num, gathering):
 
 
 def everything():
-    ranks = collectives.world().size()
-    found = {case: with_copies(*case) for case in CASES}
+    ranks, found = collectives.world().size(), {case: with_copies(*case) for case in CASES}
     found["flexible"] = flexible()
     for num, c in PLANS:
         if c <= ranks:

@@ -127,8 +127,7 @@ def metered(g):
     up, down = torch.randn(here, width, wide), torch.randn(here, wide, width)
     up.requires_grad_(), down.requires_grad_()
     counts = torch.ones(here * group.size(), dtype=torch.long)
-    rows = torch.randn(len(counts), width, requires_grad=True)
-    expert = 2 * width * wide * 4
+    rows, expert = torch.randn(len(counts), width, requires_grad=True), 2 * width * wide * 4
     with Ledger() as ledger:
         y = pulled(rows, counts, up, down, **groups)
         kept = up.nbytes + down.nbytes + rows.nbytes + y.nbytes + len(rows) * wide * 4

@@ -113,8 +113,7 @@ def test_flexflow():
 def check_delta(problem):
     draw, options = random.Random(1), problem.options(problem.levels)
     choice = [options[0]] * 4
-    delta = simulated.Delta(simulated.tasks_of(problem, choice))
-    saved = 0
+    delta, saved = simulated.Delta(simulated.tasks_of(problem, choice)), 0
     for _ in range(100):
         choice[draw.randrange(4)] = draw.choice(options)
         tasks, before = simulated.tasks_of(problem, choice), delta.recomputed
@@ -181,8 +180,7 @@ def fetched(problem, seed):
             ("dx", {"mn": dy[i + 1], "kn": w[i]}, dy[i]),
             ("dW", {"mk": x[i], "mn": dy[i + 1]}, x[i].T @ dy[i + 1]),
         ]:
-            out = layerwise.OPERATORS[name].split("->")[1]
-            assembled = numpy.zeros_like(result)
+            out, assembled = layerwise.OPERATORS[name].split("->")[1], numpy.zeros_like(result)
             for worker in product(range(2), repeat=2):
                 mask = lambda shape, letters, along: region(shape, letters, along, worker)
                 parts = []
