@@ -443,8 +443,7 @@ class Writer:
 
     def block(self) -> str:
         source, lifting = self.source, self.lifting
-        kept = {name for module, name in lifting.reached if module == source.module}
-        parts = []
+        kept, parts = {name for module, name in lifting.reached if module == source.module}, []
         for node in source.tree.body:
             if not kept.isdisjoint(stored([node])):
                 one = (source.module, getattr(node, "name", ""))

@@ -5,6 +5,8 @@ one layer (dry_runs.py) and the machine's rates. `--emit` writes the best one fo
 `--compare` reads such a file and predicts it beside the best (systems/plan/emit).
 """
 
+import atexit
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +63,8 @@ def plan(
     task = Task(of, on, ranks, batch, length, software, precision, room)
     job, rest = read(compare, task) if compare else (None, {})
     theirs = job and task.run(job.strategy)
+    gc.set_threshold(100_000)  # what is made stays: looking for garbage, at the end too, takes a fifth
+    atexit.register(gc.freeze)
     from tqdm import tqdm
 
     from minitrain.compose.dry_runs import work_of

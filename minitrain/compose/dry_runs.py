@@ -65,8 +65,7 @@ def measure(config: GPTConfig, strategy: Strategy, microbatch, length, fused_att
     kinds = {bool(config.experts_in(number)) for number in range(1, config.num_layers + 1)}
     settings = {name: getattr(strategy, name) for name in MATTERS}
     settings["recompute"] = {"stage": "none", "sqrt": "full"}.get(strategy.recompute, strategy.recompute)
-    remembers = config.experts or strategy.products != "plain"
-    works = []
+    remembers, works = config.experts or strategy.products != "plain", []
     for routed in sorted(kinds, reverse=True):
         sizes = settings | dict(dp=strategy.ep // gcd(strategy.ep, strategy.cp))
         if not routed:  # a dense block knows no ep
@@ -101,8 +100,7 @@ def _two_microbatches(config, strategy, microbatch, length, dropout, fused_atten
         run.forward_backward(batch)
         later = _weights_later(run, batch, microbatch, ledger, marks)
         marks.add("end", 0)
-    at_once = [(Pass(), 0)] * len(run.model.layers)
-    last = strategy.microbatches - 1
+    at_once, last = [(Pass(), 0)] * len(run.model.layers), strategy.microbatches - 1
     return _work(run, ledger, marks, last, at_once), _work(run, ledger, marks, last + 1, later)
 
 

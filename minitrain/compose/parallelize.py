@@ -174,8 +174,7 @@ def check_module(module: nn.Module, strategy: Strategy, ranks: int) -> None:
 def check_same_everywhere(module: nn.Module) -> None:
     """All ranks begin with the same numbers. Sends 8 bytes a tensor, of digests, once."""
     named = dict(module.named_parameters()) | dict(module.named_buffers())
-    fake = any(is_fake(value) for value in named.values())
-    digests = [0] * len(named)
+    fake, digests = any(is_fake(value) for value in named.values()), [0] * len(named)
     if not fake:
         with outside_modes():  # no line in an account
             numbers = [value.detach().cpu().flatten().view(torch.uint8).numpy() for value in named.values()]

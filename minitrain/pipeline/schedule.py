@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, groupby, product
+from itertools import accumulate, chain, groupby, product
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints
@@ -71,7 +71,7 @@ class Schedule:
     # of each action: its rank, and its entry's number there
     place = cached_property(lambda s: {one: rank for rank, own in enumerate(s.ranks) for one in parts(own)})
     position = cached_property(
-        lambda s: {one: i for own in s.ranks for i, entry in enumerate(own) for one in parts([entry])}
+        lambda s: {one: i for own in s.ranks for i, entry in enumerate(own) for one in in_entry(entry)}
     )
     kinds = cached_property(lambda self: {action.kind for action in self.place})
     recomputes = property(lambda self: "R" in self.kinds)
@@ -83,7 +83,7 @@ class Schedule:
     def needs(self) -> dict[Entry, Sequence[Action]]:
         """For every entry what must be done before it, other than its own parts."""
         of = lambda own: [before for action in own for before in needs(action, self) if before not in own]
-        return {entry: of([*parts([entry])]) for entries in self.ranks for entry in entries}
+        return {entry: of(in_entry(entry)) for entries in self.ranks for entry in entries}
 
     @cached_property
     def breadth_first(self) -> bool:
@@ -118,10 +118,13 @@ def _entry(entry, name: str, rank: int, at: int) -> Entry:
     raise ValueError(f"{name}: entry {at} of rank {rank} is {entry!r}; {rule}")
 
 
+def in_entry(entry: Entry) -> Sequence[Action]:
+    return entry if type(entry) is Pair else (entry,)
+
+
 def parts(entries: Iterable[Entry]) -> Iterator[Action]:
     """The actions of a list, pairs taken apart: the forward first."""
-    for entry in entries:
-        yield from entry if isinstance(entry, Pair) else (entry,)
+    return chain.from_iterable(map(in_entry, entries))
 
 
 def needs(action: Action, schedule: Schedule) -> list[Action]:
@@ -214,7 +217,7 @@ def in_order(schedule: Schedule, done: set[Action]) -> Iterator[tuple[int, Entry
                 break
             yield rank, entry
             position[rank] += 1
-            for action in entry if isinstance(entry, Pair) else (entry,):
+            for action in in_entry(entry):
                 done.add(action)
                 awake += asleep.pop(action, ())
     if asleep:

@@ -40,8 +40,7 @@ def test_version_names_torch_without_loading_it():
 
 
 def test_atlas_is_searched_by_all_words():
-    printed = invoke("atlas", "ring", "all-reduce").output
-    found = atlas.search("ring all-reduce")
+    printed, found = invoke("atlas", "ring", "all-reduce").output, atlas.search("ring all-reduce")
     assert 0 < len(found) < len(atlas.rows()) and printed.endswith(f"{len(found)} systems\n")
     assert all(row.test in printed for row in found)
     assert printed.startswith(f"{found[0].chapter}  {found[0].kind:5} Ring all-reduce")

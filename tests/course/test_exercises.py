@@ -82,8 +82,7 @@ def different_from_nbgraders(executable, folder):
     subprocess.run(command, **where, check=True, capture_output=True, text=True)
     different = []
     for of in CHAPTERS.values():
-        name = of.path.stem
-        ours = json.loads(assignment.notebooks(of)[of.student])["cells"]
+        name, ours = of.path.stem, json.loads(assignment.notebooks(of)[of.student])["cells"]
         theirs = json.loads((course / "release" / "source" / of.student.name).read_text())["cells"]
         different += [f"{name}: cell {i}" for i, (a, b) in enumerate(zip(ours, theirs)) if a != b]
         different += [f"{name}: {len(ours)} cells and {len(theirs)}"] * (len(ours) != len(theirs))

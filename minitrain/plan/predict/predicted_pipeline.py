@@ -20,7 +20,7 @@ from operator import mul
 
 from minitrain.model.config import GPTConfig
 from minitrain.pipeline.partition import even
-from minitrain.pipeline.schedule import MOVES, Schedule, in_order, parts
+from minitrain.pipeline.schedule import MOVES, Schedule, in_entry, in_order, parts
 from minitrain.pipeline.schedules_by_name import named
 from minitrain.plan.predict.work import LAYERS
 from minitrain.plan.strategy import Strategy
@@ -175,17 +175,17 @@ class _Cast:  # what a schedule's entries are made of: those alike have one role
         self.previous: list[int] = []  # of the same rank; -1: none
         self.messages: list[list[int]] = []  # what other ranks must have done
         newest, done, numbers, place = [-1] * layout.p, {}, {}, self.schedule.place
-        needs = ((place[next(parts([entry]))], needed) for entry, needed in self.schedule.needs.items())
+        needs = ((place[in_entry(entry)[0]], needed) for entry, needed in self.schedule.needs.items())
         self.sent = {action for rank, needed in needs for action in needed if place[action] != rank}
         for number, (rank, entry) in enumerate(in_order(self.schedule, set())):
-            own = tuple((action.kind, action.stage, action in self.sent) for action in parts([entry]))
+            own = tuple((action.kind, action.stage, action in self.sent) for action in in_entry(entry))
             self.roles.append(numbers.setdefault(own, len(numbers)))
             needed = {done[need] for need in self.schedule.needs[entry]}
             self.messages.append([need for need in needed if self.ranks[need] != rank])
             self.previous.append(newest[rank])
             self.ranks.append(rank)
             newest[rank] = number
-            done |= dict.fromkeys(parts([entry]), number)
+            done |= dict.fromkeys(in_entry(entry), number)
         self.passes = [self.of(own) for own in numbers]
         self.last = [number for number in newest if number >= 0]
 

@@ -179,8 +179,7 @@ def _times(layer: Layer, at: Place, again: bool) -> Times:
     forward, backward, weights = (_pass(one_pass, at) for one_pass in passes)
     f, b, w = (sum(one_pass.values()) for one_pass in (forward, backward, weights))
     parts = {name: forward[name] + backward[name] for name in forward} | {"recomputation": f * again}
-    sent = tuple(on_wires(one_pass, at) for one_pass in passes[:2])
-    again_s = f * again
+    sent, again_s = tuple(on_wires(one_pass, at) for one_pass in passes[:2]), f * again
     pair = max(f + b + again_s - parts["ep"], parts["ep"])
     return Times((f, b + again_s, b + again_s - w, w, f, pair), parts, sent)
 

@@ -140,14 +140,14 @@ class ShapesMode(private.FakeTensorMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         key = self._key_of(func, args, kwargs)
-        if key not in self.known:
-            if not (found := key and self._of_kernel(func, args, kwargs)):
+        if (known := self.known.get(key)) is None:
+            if not (known := key and self._of_kernel(func, args, kwargs)):
                 result = self.dispatch(func, types, args, kwargs)
                 if key and (found := described(result, args)):
                     self.known[key] = found
                 return result
-            self.known[key] = found
-        if type(known := self.known[key]) is tuple:
+            self.known[key] = known
+        if type(known) is tuple:
             return self._made(args, *known)
         return tuple(self._made(args, *one) for one in known)
 

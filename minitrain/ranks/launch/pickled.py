@@ -97,8 +97,7 @@ def result(thing, same_program: bool = False) -> bytes:
 
 
 def single_files() -> list[ModuleType]:
-    by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-    found = []
+    by_value, found = {"__main__", *cloudpickle.list_registry_pickle_by_value()}, []
     for name, module in sys.modules.copy().items():
         file, known_as = getattr(module, "__file__", None), getattr(module, "__name__", "")
         alone = "." not in name and name == known_as and not hasattr(module, "__path__")

@@ -103,8 +103,7 @@ def test_the_svg_has_a_box_for_every_action_in_the_colours_of_the_picture():
     runs = simulate(interleaved(4, 8, 2), Costs(F=1, B=2)), simulate(one_f_one_b(4, 8), Costs(F=1, B=2))
     text = pipeline_svg.drawn(*runs, peaks=[[5, 4, 3, 2], [4, 3, 2, 1]], alt="two & two")
     assert text == pipeline_svg.drawn(*runs, peaks=[[5, 4, 3, 2], [4, 3, 2, 1]], alt="two & two")
-    tree = ElementTree.fromstring(text)
-    at = "{http://www.w3.org/2000/svg}"
+    tree, at = ElementTree.fromstring(text), "{http://www.w3.org/2000/svg}"
     assert tree.find(f"{at}title").text == "two & two"
     boxes = {}
     for path in tree.iter(f"{at}path"):

@@ -146,8 +146,7 @@ def test_a_move_asks_no_dry_run_until_it_is_told_to():
 
 def test_known_is_what_answers_at_once():
     ask = presets["tiny"], Strategy(precision="bfloat16"), 1, 32
-    work = work_of(*ask)
-    other = Strategy(dp=4, pp=2, zero=1, microbatches=4, precision="bfloat16")
+    work, other = work_of(*ask), Strategy(dp=4, pp=2, zero=1, microbatches=4, precision="bfloat16")
     apart = replace(other, schedule="zb_h1")
     assert all(known(presets["tiny"], strategy, 1, 32) for strategy in (ask[1], other, apart))
     assert work_of(presets["tiny"], other, 1, 32) is work is not work_of(presets["tiny"], apart, 1, 32)
