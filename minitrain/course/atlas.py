@@ -18,6 +18,14 @@ KINDS = ("RUN", "SIM", "MODEL", "CASE")
 SHOWN = {"ranks": "on ranks", "tensors": "on tensors in one process"}
 SHOWN |= {"simulated": "simulated", "computed": "computed"}
 NOWHERE = (4, 0)
+# The layers of a training system, from below, and what minitrain has of each (systems/x goes with x).
+LAYERS = dict(
+    infrastructure="ranks network cluster simulate communication data uneven",
+    operators="model attention precision kernels",
+    parallelism="data_parallel tensor_parallel pipeline context moe plan annotate compose",
+    memory="memory checkpoint",
+    operation="faults rlhf course cli",
+)
 
 
 @dataclass(frozen=True)

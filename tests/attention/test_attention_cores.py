@@ -254,8 +254,7 @@ def test_row_sums_of_half_precision_are_float32():
     for found in (row_sums(dout, out), memory.stored[0].squeeze(-1)):
         assert found.dtype == torch.float32 and (found - exact).abs().max() < 1e-5 < 1e-4 < exact.abs().max()
     assert (exact.bfloat16() - exact).abs().max() > 1e-3
-    first = flash_1(10**6).backward(dout, q, k, v, out, lse, True)
-    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, flash_1(10**6).backward(dout, q, k, v, out, lse, True), second))
 
 
 @pytest.mark.parametrize("core", [lazy_attention, partial(flash_attention, kernel=flash_2(64))])
@@ -373,8 +372,7 @@ def test_flash_attention_3():
             assert longest <= both <= longest + gemm + softmax
             later = (blocks - 1) * (gemm / 2 + max(gemm / 2, softmax))
             assert play(within(blocks, gemm, softmax)).end_s == gemm / 2 + softmax + later + gemm / 2
-    softmax_h100 = (1 / 3.9e12) / (4 * 128 / 989e12)
-    assert 0.49 < softmax_h100 < 0.5
+    assert 0.49 < ((1 / 3.9e12) / (4 * 128 / 989e12)) < 0.5
 
     blocks, signs = {"rows": 64}, {"signs": random_signs(64)}
     errors = rmse(0, tensor={}, blocks=blocks, turned=signs, both=blocks | signs)

@@ -14,6 +14,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.attention.lazy import lazy_attention
 from minitrain.systems.attention.packed import (
     Padding,
+    blank_infilling,
     flop_shares,
     packed_attention,
     positions,
@@ -120,3 +121,19 @@ def test_offsets_and_padding_are_checked():
         Padding(torch.tensor([[True], [False]]))
     with pytest.raises(ValueError, match="2 rows"):
         packed_attention(*(x.expand(2, -1, -1, -1) for x in row()), cu_seqlens=[0, 12])
+
+
+def test_blank_infilling():
+    """With V = 1 the output is the probabilities: who sees whom; and gradients are those of a masked softmax."""
+    context, tokens = 3, 7
+    qkv, dout = row(tokens, kv_heads=4), row(tokens)[0].detach()
+    sees = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    sees[:, :context] = True
+    one = torch.eye(tokens, dtype=torch.float64).expand(1, 4, -1, -1)
+    shares = blank_infilling(*qkv[:2], one, context=context)
+    assert torch.equal(shares > 0, sees.expand_as(shares)) and (shares.sum(-1) - 1).abs().max() < 1e-12
+    both = blank_infilling(*qkv, context=context), F.scaled_dot_product_attention(*qkv, attn_mask=sees)
+    for ours, wanted in [both, *zip(*(torch.autograd.grad(out, qkv, dout) for out in both))]:
+        assert (ours - wanted).abs().max() < 1e-12
+    with pytest.raises(ValueError, match="context=7"):
+        blank_infilling(*qkv, context=tokens)

@@ -75,8 +75,7 @@ def at_the_boundary(folder, cases, clip=None, make_optimizer=adamw, **layout):
 
 def asked(saver, hold, names):
     """Let go of what the update asks for, and of no more."""
-    until = saver.snapshot.until(names if saver.policy.by_layer else None)
-    hold.allow(max(hold.allowed, until))
+    hold.allow(max(hold.allowed, saver.snapshot.until(names if saver.policy.by_layer else None)))
     saver.before_update(names)
 
 

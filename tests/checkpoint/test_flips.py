@@ -20,8 +20,7 @@ def small(folder, step: int = 1) -> Store:
     into = store.begin(step)
     steps = Piece("s", (), (), torch.tensor(step, dtype=torch.int16))
     first = [Piece("w", (3, 4), (0, 0), torch.full((1, 4), 2.5)), steps]
-    second = [Piece("w", (3, 4), (1, 0), torch.arange(8.0).view(2, 4) + step)]
-    numbered = enumerate((first, second))
+    numbered = enumerate((first, [Piece("w", (3, 4), (1, 0), torch.arange(8.0).view(2, 4) + step)]))
     files = [write_file(Disk(), into / file_name(n), mine, {"n": n}) for n, mine in numbered]
     store.commit(step, files, {"of": "test"})
     return store

@@ -55,8 +55,7 @@ def one_of_each() -> list[Piece]:
 def each(tmp_path_factory):
     path, pieces = tmp_path_factory.mktemp("each") / "rank-00000.safetensors", one_of_each()
     written = write_file(Disk(), path, pieces, {"step": 3, "names": ["ü", "x\ny"], "nan": float("inf")})
-    file = File(path, written)
-    yield file, pieces
+    yield File(path, written), pieces
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -85,8 +84,7 @@ def test_safetensors_reads_the_same_tensors(each):
         for piece in pieces:
             assert same_bits(theirs.get_tensor(key_of(piece.name, piece.start)), piece.values), piece.name
         assert theirs.metadata()["plain"].startswith('{"step": 3')
-    loaded = safetensors.torch.load_file(file.path)
-    assert same_bits(loaded["column@0,2"], pieces[-2].values)
+    assert same_bits(safetensors.torch.load_file(file.path)["column@0,2"], pieces[-2].values)
 
 
 def test_only_what_safetensors_knows_is_written(tmp_path):
@@ -123,8 +121,7 @@ def large(tmp_path_factory):
     x = random_bytes((LARGE // 8,), torch.float64)
     small = [whole_piece(f"small{number:03}", torch.full((1000,), float(number))) for number in range(120)]
     disk = Counting()
-    written = write_file(disk, path, [*small[:60], whole_piece("x", x), *small[60:]], {})
-    file = File(path, written)
+    file = File(path, write_file(disk, path, [*small[:60], whole_piece("x", x), *small[60:]], {}))
     yield file, x, disk.writes
 
 

@@ -141,8 +141,7 @@ def test_one_reads_and_the_others_are_told(loaded, saved_by):
     for to, layout in enumerate(LAYOUTS):
         assert not any(found[to, to, True][0] for found in loaded)
         all_read, told = (sum(found[to, to, broadcast][1] for found in loaded) for broadcast in (False, True))
-        files = saved_by[to][0]
-        saved = saved_in(files)
+        saved = saved_in(saved_by[to][0])
         assert told == sum(entry.size for entries in saved.entries.values() for entry in entries)
         entries = (entry for file in saved.files for entry in file.entries)
         random = sum(entry.size for entry in entries if entry.name[:6] == "random")
@@ -306,8 +305,7 @@ def test_any_rectangle_of_any_dtype(dtype, tmp_path, monkeypatch):
     whole = (torch.arange(5 * 6 * 7) % (2 if dtype is torch.bool else 100)).view(5, 6, 7)
     whole = whole.to(torch.float32).to(dtype)
     own = [whole_piece("W", whole), whole_piece("n", whole[1, 2, 3].clone())]
-    written = write_file(Quick(), tmp_path / "file", own, {})
-    saved = Saved([File(tmp_path / "file", written)])
+    saved = Saved([File(tmp_path / "file", write_file(Quick(), tmp_path / "file", own, {}))])
     for start_, shape in (
         ((0, 0, 0), (5, 6, 7)), ((1, 2, 3), (3, 2, 4)), ((4, 0, 0), (1, 6, 7)), ((0, 5, 6), (5, 1, 1)),
     ):  # fmt: skip

@@ -42,8 +42,7 @@ def waits(saver):
 def written_bytes(folder, step):
     """Bytes of pieces in the files of each rank."""
     _, files = Store(folder).open(step)
-    sizes = [sum(entry.size for entry in file.entries) for file in files]
-    return sizes
+    return [sum(entry.size for entry in file.entries) for file in files]
 
 
 def whole(folder, step, value=1.0):

@@ -64,8 +64,7 @@ def test_the_newest_good_one_is_found_and_what_was_passed_over_is_said(store):
     store.unlock()
     spoil(store, 3)
     (store.path(2) / file_name(0)).unlink()
-    reader = Store(store.folder)
-    step, passed = reader.newest_good()
+    step, passed = Store(store.folder).newest_good()
     assert step == 1 and len(passed) == 2
     assert passed[0].startswith("step 3 is passed over: ") and "w is damaged, in block 0" in passed[0]
     assert passed[1] == f"step 2 is passed over: {store.path(2) / file_name(0)} is missing"
@@ -217,8 +216,7 @@ def test_a_folder_that_is_a_file(tmp_path):
 
 def test_a_rank_that_wrote_elsewhere_is_named(store):
     """As where the folder is not shared by all machines."""
-    folder = store.begin(1)
-    here = write_file(store.disk, folder / file_name(0), [], {})
+    here = write_file(store.disk, store.begin(1) / file_name(0), [], {})
     there = write_file(store.disk, store.folder / file_name(1), [], {})
     with pytest.raises(ValueError, match=rf"{file_name(1)} is not there as it was written: .* all ranks see"):
         store.commit(1, [here, there], {})
@@ -230,8 +228,7 @@ def test_a_rank_that_wrote_elsewhere_is_named(store):
 
 @pytest.mark.parametrize("plain", [{"files": 1}, {"step": 1}, {"hash": 1}, {"x": torch.ones(1)}, {"x": {1}}])
 def test_a_manifest_that_cannot_be_written_is_refused_before_anything_is(store, plain):
-    folder = store.begin(1)
-    file = write_file(store.disk, folder / file_name(0), [], {})
+    file = write_file(store.disk, store.begin(1) / file_name(0), [], {})
     said = "a manifest has its own|plain values .* must be what JSON knows"
     with pytest.raises(ValueError, match=said) as error:
         store.commit(1, [file], plain)

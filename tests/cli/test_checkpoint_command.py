@@ -141,8 +141,7 @@ def test_to_hugging_face_and_back(family, saved, tmp_path):
     root, weights = saved
     model, back, again = tmp_path / "model", tmp_path / "back", tmp_path / "again"
     code, out = said("convert", root / family, model)
-    size = (model / "model.safetensors").stat().st_size
-    assert code == 0 and f"{size:,} bytes" in out
+    assert code == 0 and f"{(model / 'model.safetensors').stat().st_size:,} bytes" in out
     config = config_of(json.loads((model / "config.json").read_text()))
     assert asdict(config) == asdict(MODELS[family])
     theirs = load_file(model / "model.safetensors")  # by the library of others

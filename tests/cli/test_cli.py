@@ -48,8 +48,7 @@ def test_atlas_is_searched_by_all_words():
 
 def test_atlas_says_what_is_near():
     assert "0 systems; nothing has 'megatrn'; near it are megatron" in invoke("atlas", "megatrn").output
-    printed = invoke("atlas", "ring", "zb").output
-    assert "each word occurs, but not together: ring " in printed
+    assert "each word occurs, but not together: ring " in invoke("atlas", "ring", "zb").output
 
 
 def test_replay_of_a_small_model(tmp_path):
@@ -156,8 +155,7 @@ def in_one_process(*lines: tuple[list[str], dict[str, str]]) -> list[tuple]:
 
 
 def test_names_and_help_need_no_torch():
-    printed = ["--help", "--version", "list", "atlas ring", "train --help"]
-    lines = [*printed, *NAMES]
+    lines = [*["--help", "--version", "list", "atlas ring", "train --help"], *NAMES]
     told = in_one_process(*((line.split(), {}) for line in lines))
     for line, (code, out, err, loaded) in zip(lines, told, strict=True):
         said = NAMES.get(line)

@@ -113,8 +113,7 @@ def test_with_checks_the_errors_stay(tmp_path):
 
 def test_every_public_name_of_the_techniques_can_be_lifted():
     """Each is written, and all names in the file are there; a file beside a module is the one excuse."""
-    done = CliRunner().invoke(app, ["lift", "--list"])
-    lines = done.output.splitlines()
+    lines = CliRunner().invoke(app, ["lift", "--list"]).output.splitlines()
     assert lines[-1] == f"{len(lines) - 1} can be lifted" and len(lines) > 400
     assert any(line.split()[1] == "memory.recompute:recompute" for line in lines[:-1])
 

@@ -70,8 +70,7 @@ def test_the_utilisation_is_of_a_device_and_of_the_dtype_that_is_computed_in():
     asked, config = [], presets["tiny"]
     timeline = SimpleNamespace(step_s=2.0, mfu=lambda flops, dtype: asked.append((flops, dtype)) or 0.456)
     given = config, Strategy(dp=8, precision="bfloat16"), Hyperparameters(batch_size=4, length=100)
-    target = replace(machine("v100"), compute_efficiency=0.7)
-    said = utilisation(timeline, *given, target)
+    said = utilisation(timeline, *given, replace(machine("v100"), compute_efficiency=0.7))
     assert said == (
         "MFU 45.6% (v100, FLOPs 70 % of its datasheet; a causal attention counted as a triangle), "
         "25 tokens/s per device"

@@ -65,8 +65,7 @@ def test_ranks_of_one_stage_are_in_step(strategy):
 
 def test_a_pipeline_played_whole_waits_for_its_stages_and_half_of_it_is_refused():
     ledgers = dry_steps(CONFIG, PIPELINE, HYPER)
-    ranks = [16 - 8 + 2 * stage for stage in range(4)]
-    assert list(ledgers) == ranks
+    assert list(ledgers) == [16 - 8 + 2 * stage for stage in range(4)]
     whole = played(ledgers)
     assert all(account.waiting_s > 0 for account in whole.accounts.values())
     for half in ((8,), (10,), (8, 10, 14)):
@@ -87,8 +86,7 @@ def test_the_bubble_is_that_of_1f1b():
     update = sum(
         span.duration_s for span in timeline.spans[1] if getattr(span.event, "phase", "") == "optimizer"
     )
-    expected = (middle - update) * 3 / 8
-    assert timeline.step_s - middle == pytest.approx(expected, rel=0.15)
+    assert timeline.step_s - middle == pytest.approx(((middle - update) * 3 / 8), rel=0.15)
 
 
 def test_the_account_is_that_of_a_step_like_all_others():

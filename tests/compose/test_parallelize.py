@@ -192,8 +192,7 @@ def test_a_module_of_the_readers_own(zero):
             return self.head(self.body(self.embed(tokens)))
 
     def batches(step, rank, ranks):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(29, (6, 5), generator=generator)
+        tokens = torch.randint(29, (6, 5), generator=torch.Generator().manual_seed(step))
         return tuple(x.chunk(ranks)[rank] for x in (tokens, tokens.roll(-1, 1)))
 
     def decaying(params):

@@ -96,8 +96,7 @@ def test_a_run_goes_on_to_the_bit_and_not_without_any_part_of_its_state(going_on
 
 def on_other_ranks(checkpoint: Checkpoint):
     run, before = start(seed=2), torch.get_rng_state()
-    lost = load(run, checkpoint)
-    return lost, torch.equal(before, torch.get_rng_state())
+    return load(run, checkpoint), torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -130,8 +129,7 @@ def scales(folder: Path):
         run = begin(products)
         batch = run.batch(Rows(lambda _, rank, ranks: random_tokens(0, rank, ranks, 4, 8, 29), 4, 8), 0)
         run.step(batch)
-        written = save(run, folder / products)
-        checkpoint = all_files(folder / products, written)
+        checkpoint = all_files(folder / products, save(run, folder / products))
         again = begin("fp8_delayed")
         again.step(batch)
         lost = load(again, checkpoint)

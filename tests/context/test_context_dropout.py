@@ -171,8 +171,7 @@ def test_sends_what_it_sent_and_keeps_no_mask():
             placed_core(*qkv, dropout=0.0)
             ring_alone = ledger.sent_bytes()
             placed_core(*qkv, dropout=0.1)
-        same_bytes = plain[1] == nothing[1] == dropped[1]
-        alike = same_bytes and kept[0] == kept[1] and len(kept[0]) == 5
+        alike = (plain[1] == nothing[1] == dropped[1]) and kept[0] == kept[1] and len(kept[0]) == 5
         return all(map(torch.equal, plain[0], nothing[0])), alike, ledger.sent_bytes() - 2 * ring_alone
 
     assert launch.run(rank, ranks=2) == [(True, True, 0)] * 2  # nobody has to agree on a seed

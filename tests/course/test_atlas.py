@@ -44,6 +44,18 @@ def test_no_two_systems_share_a_test():
     assert len(set(tests)) == len(tests), sorted(test for test in tests if tests.count(test) > 1)
 
 
+def test_training_stack_layers():
+    """Each folder of minitrain is of one layer of the stack, and each layer has systems that the course covers."""
+    layer_of = {folder: layer for layer, folders in atlas.LAYERS.items() for folder in folders.split()}
+    assert len(layer_of) == sum(len(folders.split()) for folders in atlas.LAYERS.values()), "one is in two"
+    folder = lambda path: Path(path).parts[1 + (Path(path).parts[1] == "systems")]
+    modules = [path.relative_to(ROOT) for path in ROOT.glob("minitrain/*/**/*.py") if path.stem != "__init__"]
+    assert {folder(path) for path in modules} == {*layer_of}
+    assert {
+        layer_of[folder(row.module)] for row in atlas.rows() if row.module != "minitrain/__init__.py"
+    } == {*atlas.LAYERS}
+
+
 def row(name="", idea="", module="", test="", shown="ranks") -> atlas.Row:
     return atlas.Row("x", name, idea, "RUN", shown, module, "00", test, "-")
 

@@ -207,8 +207,7 @@ def make_environment(folder: Path, fake_torch: str = "", python: str = sys.execu
 @pytest.mark.parametrize("version, seen", [("2.11.0", "2.11.0"), ("2.9.0", "")])
 def test_an_environment_made_from_one_with_a_supported_torch_sees_it(tmp_path, version, seen):
     """`make PYTHON=...` of an environment, or with one active: the new one stands on its packages."""
-    base = os.path.realpath(sys.executable)
-    python = make_environment(tmp_path / "theirs", version, base)
+    python = make_environment(tmp_path / "theirs", version, os.path.realpath(sys.executable))
     program = f"""import sys; sys.path.insert(0, {str(Path(install.__file__).parent)!r})
 import install, subprocess
 from pathlib import Path

@@ -357,8 +357,7 @@ def test_opening_and_saving_every_notebook_in_jupyterlab_changes_nothing(server,
         assert len(names) == 2 * (len(notebook.chapters()) + len(book.chapters()))
         for path in names:
             at, was = f"api/contents/{path.relative_to(clone)}", path.stat().st_mtime_ns
-            model = ask(server, at)
-            content = as_jupyterlab_saves(model["content"], spec, language)
+            content = as_jupyterlab_saves(ask(server, at)["content"], spec, language)
             ask(server, at, {"type": "notebook", "format": "json", "content": content}, "PUT")
             assert path.stat().st_mtime_ns != was, f"{path} was not saved"
     finally:

@@ -77,8 +77,7 @@ class TestChapter:
         assert path.stat().st_size < 1_000_000
         for cell in cells(path, "code"):
             for output in cell.outputs:
-                html = output.get("data", {}).get("text/html", "")
-                assert "<script" not in html
+                assert "<script" not in output.get("data", {}).get("text/html", "")
 
 
 def test_source_and_outputs_are_normalised():

@@ -139,8 +139,7 @@ def test_what_has_no_gradient_is_named(kind, zero):
 def test_a_checkpoint_has_place_for_what_has_no_elements(tmp_path):
     def rank():
         text = Text(bytes(1 + i * i % (V - 1) for i in range(400)), "numbers")
-        hyper = Hyperparameters(batch_size=2, length=T, steps=1)
-        said = []
+        hyper, said = Hyperparameters(batch_size=2, length=T, steps=1), []
         for _ in range(2):
             run = parallelize(made(Nothing), Strategy(dp=2, zero=3), sgd)
             trainer = Trainer(run, text, hyper, store=Store(tmp_path), save_every=1)

@@ -172,8 +172,7 @@ def hidden_behind_products(ledger):
 
 def test_reducing_in_order_of_readiness_without_negotiation_adds_up_different_tensors():
     def rank():
-        group = collectives.world()
-        grads = [torch.full((2,), 1.0), torch.full((2,), 100.0)]
+        group, grads = collectives.world(), [torch.full((2,), 1.0), torch.full((2,), 100.0)]
         order = (0, 1) if group.rank() == 0 else (1, 0)
         for index in order:
             collectives.all_reduce(grads[index], group, out=grads[index])
@@ -199,8 +198,7 @@ def test_grad_accum_zero():
         gradients_of(whole, *problem.batch(0), 60)
         flat = torch.cat([p.grad.reshape(-1) for p in whole.parameters() if p.requires_grad])
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % group.size())])
-        mine = flat.chunk(group.size())[group.rank()]
-        worst = (scattered.shard - mine).abs().max().item()
+        worst = (scattered.shard - flat.chunk(group.size())[group.rank()]).abs().max().item()
         return worst, ledger.sent_bytes("reduce_scatter"), flat.numel() * 8
 
     for ranks in (2, 4):
@@ -293,8 +291,7 @@ def test_parameter_server():
     """Synchronous, it is all-reduce SGD; a server gets nS and gives nS, a ring's rank sends 2(n-1)/n S."""
     steps, size = 5, 7 * 8
     for ranks in (2, 4):
-        results = launch.run(server_run, 1, 0, ranks=ranks)
-        workers = ranks - 1
+        results, workers = launch.run(server_run, 1, 0, ranks=ranks), ranks - 1
         assert results[0][1] == steps * workers * size  # out of the server; the workers put in as much
         assert sum(sent for _, sent in results[1:]) == steps * workers * size
         assert max(error for error, _ in results) < TOLERANCE
@@ -322,8 +319,7 @@ def test_local_updates_every_step_is_data_parallel_sgd_and_every_fourth_is_not()
     def rank(every):
         group = collectives.world()
         w = torch.nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
-        alone = w.detach().clone().requires_grad_()
-        local = LocalUpdates([w], group, every)
+        alone, local = w.detach().clone().requires_grad_(), LocalUpdates([w], group, every)
         with Ledger() as ledger:
             for step in range(4):
                 x = drawn(10 * step + group.rank(), 5)

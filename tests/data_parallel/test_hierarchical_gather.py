@@ -67,8 +67,7 @@ def test_bytes_and_memory_of_large_groups(nodes, places):
     def rank(op, size):
         mesh = Mesh(node=nodes, gpu=places)
         with Ledger() as ledger:
-            given = torch.zeros(size)
-            result = op(given, mesh.group("gpu"), mesh.group("node"))
+            result = op(torch.zeros(size), mesh.group("gpu"), mesh.group("node"))
         return (
             ledger.sent_bytes(axis="node"),
             ledger.sent_bytes(axis="gpu"),

@@ -212,8 +212,7 @@ def kept_elsewhere(folder: Path):
             steps(again, 7, 4)  # more than the checkpoint has made
             load(again, checkpoint)
             wrong, at = differing(again, whole), again.sync.listener.updates if again.sync.listener else 3
-            same = other == name and steps(again, 3) == after
-            found.append((name, other, wrong, at, same))
+            found.append((name, other, wrong, at, (other == name and steps(again, 3) == after)))
             if store:
                 store.close()
     for store in filter(None, stores):
@@ -289,11 +288,9 @@ def scaled(folder: Path):
             ]
             states = all(torch.equal(torch.as_tensor(ours), torch.as_tensor(x)) for ours, x in flat)
             results.append((same, states, set(next(iter(full["optimizer"].values()))), go(again, 2) == after))
-        numel = sum(x.numel() for x in full["parameters"].values())
-        results.append((told, numel))
+        results.append((told, sum(x.numel() for x in full["parameters"].values())))
     plain = parallelize(small(), Strategy(dp=2, precision="bfloat16"), OPTIMIZERS["ours"])
-    refused = said(lambda: load(plain, checkpoint))
-    return results, refused
+    return results, said(lambda: load(plain, checkpoint))
 
 
 def test_codes_with_scales_come_back_to_the_bit(tmp_path):

@@ -208,8 +208,7 @@ def test_what_zero_sends_in_a_pipeline(schedule):
     def rank():
         return [tuple(one_step(zero, m, schedule, 2)[1].values()) for zero in sends for m in (1, 2)]
 
-    expected = [times(m) for times in sends.values() for m in (1, 2)]
-    assert launch.run(rank, ranks=4) == [expected] * 4
+    assert launch.run(rank, ranks=4) == [[times(m) for times in sends.values() for m in (1, 2)]] * 4
     for zero in sends:
         for place in (0, 7):
             step = partial(one_step, zero, 3, schedule, 4, problem=SHALLOW)

@@ -252,11 +252,9 @@ def test_geglu_fastgelu():
     matrices = [p for p in block.mlp.parameters() if p.dim() == 2]
     assert sum(p.numel() for p in matrices) == 8 * 12_288**2 and len(matrices) == 3
     x = torch.linspace(-8, 8, 100_001, dtype=torch.float64)
-    error = (fast_gelu(x) - F.gelu(x)).abs().max().item()
-    assert 0.0202 < error < 0.0204
+    assert 0.0202 < (fast_gelu(x) - F.gelu(x)).abs().max().item() < 0.0204
     assert (x * torch.sigmoid(1.5 * x) - F.gelu(x)).abs().max() > 0.03  # another factor is worse
-    mlp = excite(Block(VARIANTS["glm"], "layers.1", dtype=torch.float64).mlp)
-    y = random_input(2, 5, 32)
+    mlp, y = excite(Block(VARIANTS["glm"], "layers.1", dtype=torch.float64).mlp), random_input(2, 5, 32)
     assert close(mlp(y), mlp.down(F.gelu(mlp.gate(y)) * mlp.up(y)))
 
 
@@ -264,8 +262,7 @@ def test_gelu_by_tanh_is_gpt2s():
     """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), which is not GELU: up to 4.7e-4 apart. One operator
     either way, so that neither kept bytes nor FLOPs change."""
     x = torch.linspace(-8, 8, 100_001, dtype=torch.float64)
-    by_hand = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-    accounts = []
+    by_hand, accounts = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))), []
     for activation, expected in (("gelu_tanh", by_hand), ("gelu", F.gelu(x))):
         config = replace(VARIANTS["gpt2"], activation=activation)
         mlp = excite(Block(config, "layers.1", dtype=torch.float64).mlp)
@@ -342,8 +339,7 @@ def narrow_values(length, heads=2, width=6, value_width=4):
 def core_account(core, length):
     """Bytes of q, k, v and what their attention keeps, at most with backward; FLOPs."""
     with Ledger() as ledger:
-        qkv = narrow_values(length)
-        out = core(*qkv)
+        out = core(*narrow_values(length))
         kept = ledger.live_bytes
         out.sum().backward()
     return kept, ledger.peak_bytes, ledger.flops, list(ledger.flops_by_operator)
@@ -510,8 +506,7 @@ def test_a_dry_run_has_the_same_account(name, dtype):
     for mode in (nullcontext(), FakeTensorMode()):
         with mode, Ledger() as ledger:
             tokens = torch.zeros(2, 16, dtype=torch.long)
-            model = GPT(VARIANTS[name], dtype=dtype)
-            cross_entropy_sum(model(tokens), tokens).backward()
+            cross_entropy_sum(GPT(VARIANTS[name], dtype=dtype)(tokens), tokens).backward()
         accounts.append((ledger.events, ledger.flops, ledger.peak_by_kind, ledger.live_by_kind))
     assert accounts[0] == accounts[1] and accounts[0][1] > 0
 
@@ -555,8 +550,7 @@ def test_every_choice_builds(name):
 
 
 def test_wrong_input_is_one_line_that_names_it():
-    model = GPT(presets["tiny"])
-    learned = GPT(replace(presets["tiny"], positions="learned"))
+    model, learned = GPT(presets["tiny"]), GPT(replace(presets["tiny"], positions="learned"))
     wrong = tokens_for(presets["tiny"])
     wrong[1, 3] = 256
     for call, message in (

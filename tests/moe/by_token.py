@@ -31,8 +31,7 @@ def grads_of(*tensors):
 def tokens_of(count, rank, ranks):
     """Unequal numbers of tokens: half of them on rank 0."""
     half = count // 2 if ranks > 1 else count
-    others = torch.arange(count - half).tensor_split(max(1, ranks - 1))
-    sizes = [half, *map(len, others)]
+    sizes = [half, *map(len, torch.arange(count - half).tensor_split(max(1, ranks - 1)))]
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 

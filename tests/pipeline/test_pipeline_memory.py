@@ -159,8 +159,7 @@ class Dropped(nn.Module):
 
 def drawn_by(entries):
     """(loss, gradient, what is drawn next) of a rank alone that sums what is left of ones."""
-    units = max(action.microbatch for action in entries) + 1
-    stage = Dropped()
+    units, stage = max(action.microbatch for action in entries) + 1, Dropped()
     schedule, loss_fn = Schedule("one rank", (entries,), 1, units), lambda y, targets: y.sum()
     run = Runner({0: stage}, schedule, collectives.world(), loss_fn, NoReducer(), width=1)
     ones = torch.ones(units, 30, dtype=torch.float64)
@@ -323,8 +322,7 @@ def loads_another_microbatch():
 
 
 def test_control_what_comes_back_matters():
-    outcome = launch.run(loads_another_microbatch, ranks=4)[0]
-    exact = one_process(MANY)
+    outcome, exact = launch.run(loads_another_microbatch, ranks=4)[0], one_process(MANY)
     assert max((outcome.grads[name] - exact.grads[name]).abs().max() for name in outcome.grads) > 1e-6
 
 

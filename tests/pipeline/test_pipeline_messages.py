@@ -85,8 +85,7 @@ def test_what_routers_have_counted_is_forgotten_when_forwards_run_again():
     """And when a step begins: the one before may have failed. What is kept for backwards goes as well."""
 
     def on_rank():
-        routers = SimpleNamespace(forget=lambda: forgotten.append(len(run.in_flight)))
-        run = runner()
+        routers, run = SimpleNamespace(forget=lambda: forgotten.append(len(run.in_flight))), runner()
         run.hooks, run.play = [ModelHooks(Places(), routers)], lambda program: None
         run.begin()
         run.in_flight[1, 0] = None

@@ -82,8 +82,7 @@ def test_pipelines_compose(shape, settings):
 
 def account(schedule, rows=8, layers=8):
     """One step of this rank's part of a pipeline, in the ledger: {action: FLOPs}, bytes sent, events."""
-    group = collectives.world()
-    config = parallel.small(num_layers=layers, tied=False)
+    group, config = collectives.world(), parallel.small(num_layers=layers, tied=False)
     cuts = {stage: even(layers, schedule.stages)[stage] for stage in schedule.stages_of(group.rank())}
     stages, ledger = dict(Stages(config, cuts, dtype=torch.float64).items()), Ledger()
     tokens, targets = random_tokens(0, 0, 1, rows, 8, config.vocab_size, seed=5)

@@ -33,8 +33,7 @@ def memory_of(size: float, at=NODE):
 
 def test_the_layouts_are_those_of_four_loops():
     task = small(ranks=8, batch=12, length=2 * LEAST_TOKENS)
-    found = {(s.dp, s.pp, s.cp, s.tp) for s in layouts(task)}
-    expected = set()
+    found, expected = {(s.dp, s.pp, s.cp, s.tp) for s in layouts(task)}, set()
     for dp, pp, cp, tp in itertools.product(range(1, 9), repeat=4):
         fits = tp <= 2 and pp <= 4 and cp <= 2 and 12 % dp == 0
         if dp * pp * cp * tp == 8 and fits:

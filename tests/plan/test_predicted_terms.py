@@ -100,8 +100,7 @@ def test_activations_are_what_is_kept_and_the_most_beside_it():
 
 
 def test_the_fullest_rank_is_not_always_the_first():
-    work = replace(WORK, head=replace(WORK.head, parameters=10**9))
-    run = run_of(pp=2, microbatches=4)
+    work, run = replace(WORK, head=replace(WORK.head, parameters=10**9)), run_of(pp=2, microbatches=4)
     ranks = by_rank(run, work)
     assert memory_of(run, work) == ranks[1] and sum(ranks[1].values()) > sum(ranks[0].values())
 
@@ -252,8 +251,7 @@ def test_gradients_and_weights_travel_as_often_as_a_stage_says():
             found, at = once(stack, zero, work, dp=4)
             t = lambda op, size: at.travel_s(op, ELEMENTS * size, group)
             sums = 64 if stack == "minitrain" and zero >= 2 else 1
-            gathers = {1: 1, 2: 1, 3: 128}.get(zero)
-            expected = t("all_reduce", G)
+            gathers, expected = {1: 1, 2: 1, 3: 128}.get(zero), t("all_reduce", G)
             if zero:
                 expected = sums * t("reduce_scatter", G) + gathers * t("all_gather", W)
             assert found["dp"] == pytest.approx(expected), (stack, zero)

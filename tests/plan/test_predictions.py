@@ -85,8 +85,7 @@ def test_composed_of_layers_it_is_the_replay_of_all_stages(case):
     strategy, batch = CASES[case]
     only = "" if case in MEMORIES else "passes"
     events = {rank: dry(strategy, batch, rank, only=only)[0].events for rank in ends(strategy)}
-    timeline = replay(events, A100)
-    prediction = predict(ours(strategy, batch), work_of, PLAIN)
+    timeline, prediction = replay(events, A100), predict(ours(strategy, batch), work_of, PLAIN)
     composed = prediction.step_s - prediction.parts["optimizer"]
     assert composed == pytest.approx(timeline.step_s, rel=0.05)
     assert sum(prediction.parts.values()) == pytest.approx(prediction.step_s, rel=1e-12)

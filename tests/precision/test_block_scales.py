@@ -132,8 +132,7 @@ def test_error_is_half_a_step_of_the_format_times_the_multiplier(name):
         else:
             power = torch.exp2(torch.frexp(exact.abs().clamp(max=f.max)).exponent - 1.0)
             step = power.clamp(2.0**f.min_exponent) * f.eps
-        beyond = (exact.abs() - f.max).clamp(min=0)
-        error = (restored / multiplier - exact).abs()
+        beyond, error = (exact.abs() - f.max).clamp(min=0), (restored / multiplier - exact).abs()
         assert (error <= (step / 2 + beyond) * (1 + 2**-12) + exact.abs() * 2**-22).all()
         assert ((restored / multiplier - near).abs() < 1e-5 * f.max).double().mean() > 0.98  # ties of float32
         rounded_down = 2.0 ** (f.max_exponent + 1) - f.max  # MX: 6 is the largest, but amax may be 7.9
@@ -143,15 +142,13 @@ def test_error_is_half_a_step_of_the_format_times_the_multiplier(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_zeros_and_what_is_not_finite(name):
-    blocks = RECIPES[name]
-    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(3))
+    blocks, x = RECIPES[name], torch.randn(128, 256, generator=torch.Generator().manual_seed(3))
     clean, where = there_and_back(x, blocks), tiles_of(x, blocks)
     assert (there_and_back(torch.zeros(128, 256), blocks) == 0).all()
     for poison in (math.nan, math.inf, -math.inf):
         bad = x.clone()
         bad[100, 200] = poison
-        hit = (where == where[100, 200]) | (blocks.scale == "e4m3")
-        back = there_and_back(bad, blocks)
+        hit, back = (where == where[100, 200]) | (blocks.scale == "e4m3"), there_and_back(bad, blocks)
         assert back[hit].isnan().all() and torch.equal(back[~hit], clean[~hit])
     if blocks.scale == "float32":
         empty = torch.zeros(where.max() + 1)
@@ -271,8 +268,7 @@ def test_a_delayed_scale_saturates_and_keeps_nan():
 def test_an_amax_from_elsewhere_hides_nothing_in_integers(bad):
     """They have no code for NaN and infinity: the scale of such a tile is NaN, and only of such a tile."""
     x = torch.tensor([[1.0, -3.0, 0.5, 2.0], [1.0, 0.5, bad, 0.0]])
-    q = quantize(x, Blocks("int8", (2,)), amax=torch.full((2, 2), 2.0))
-    step = 2 / 127
+    q, step = quantize(x, Blocks("int8", (2,)), amax=torch.full((2, 2), 2.0)), 2 / 127
     assert (q.codes[0].tolist(), q.codes[1, :2].tolist()) == ([64, -127, 32, 127], [64, 32])
     back = dequantize(q)
     assert back[1, 2:].isnan().all() and back[1, :2].tolist() == pytest.approx([64 * step, 32 * step])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minitrain.attention.flash import flash_attention
 from minitrain.attention.placed import check_places
-from minitrain.ranks.checks import require_nonempty, require_positive_ints
+from minitrain.ranks.checks import require_ints, require_nonempty, require_positive_ints
 
 
 def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, bias=None, dropout=0.0):
@@ -41,6 +41,14 @@ def packed_attention(q, k, v, *, cu_seqlens, causal=True, core=flash_attention, 
             more["dropout"] = dropout._replace(first_token=start)
         outs.append(core(*qkv, causal=causal, **more))
     return torch.cat(outs, dim=-2)
+
+
+def blank_infilling(q, k, v, *, context: int, core=flash_attention) -> Tensor:
+    """GLM (Du et al. 2022, arXiv:2103.10360, section 2.1): the first `context` tokens see one another, those
+    of blanks behind them what is before. Differs: the blanks, their order and positions are the data's."""
+    require_ints(1, q.size(-2) - 1, context=context)
+    seen = core(*(x[..., :context, :] for x in (q, k, v)), causal=False)
+    return torch.cat([seen, core(q[..., context:, :], k, v, causal=True)], dim=-2)
 
 
 def sequence_lengths(cu_seqlens: Sequence[int], tokens: int) -> list[int]:

@@ -28,8 +28,7 @@ def two_level_forward(q, k, v, causal=True, *, cores, fast_elements=LDM, slow=UN
     k, v = repeat_kv(q, k, v)
     shift = diagonal(q, k, causal)
     held, coming = tile_sizes(fast_elements, q.size(-1))
-    tiles = pieces(q.size(-2), held)
-    out = q.new_empty(*q.shape[:-1], v.size(-1))
+    tiles, out = pieces(q.size(-2), held), q.new_empty(*q.shape[:-1], v.size(-1))
     lse = q.new_empty(*q.shape[:-1], 1, dtype=wide(q))
     for first in range(0, len(tiles), cores):
         at_once = tiles[first : first + cores]  # one tile of rows for each core

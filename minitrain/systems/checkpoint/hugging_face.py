@@ -230,8 +230,7 @@ def _theirs(values: list[Tensor], name: str, config: GPTConfig) -> Tensor:
 
 def _turned(name: str, config: GPTConfig) -> int:
     """Of how many rows the last `rope_head_dim` are turned in pairs in DeepSeek's files; 0: of none."""
-    widths = {"q_up": config.head_dim, "kv_down": config.kv_latent}
-    inside = widths.get(name.split(".")[-2], 0)
+    inside = {"q_up": config.head_dim, "kv_down": config.kv_latent}.get(name.split(".")[-2], 0)
     return inside and inside + config.rope_head_dim
 
 
@@ -355,8 +354,7 @@ def import_weights(folder: Path, target: Path) -> int:
     config = config_of(json.loads((folder / "config.json").read_text()))
     head = f"layers.{config.num_layers + 1}.out.weight"  # if it is tied, the table of tokens
     theirs = ((n, x) for n, x in incoming(Tensors(folder), config) if not (config.tied and n == head))
-    pieces = (whole_piece(f"parameters/{name}", x) for name, x in theirs)
-    store = Store(target)
+    pieces, store = (whole_piece(f"parameters/{name}", x) for name, x in theirs), Store(target)
     written = write_file(store.disk, store.begin(0) / file_name(0), pieces, {"numbers": {}})
     plain = dict(identity=plain_values(config), strategy={}, position={"step": 0}, records=[])
     store.commit(0, [written], plain)

@@ -281,8 +281,7 @@ def stripe_bytes(sizes: Iterable[int], ranks: int) -> int:
 def stripe(share: np.ndarray, rank: int, home: int, ranks: int, length: int) -> Tensor:
     """The stripe of the share of `rank` that goes to `home`: int64 words, zeros behind the end."""
     number = (home - rank - 1) % ranks
-    part = share[number * length : (number + 1) * length]
-    padded = np.zeros(length, np.uint8)
+    part, padded = share[number * length : (number + 1) * length], np.zeros(length, np.uint8)
     padded[: len(part)] = part
     return torch.from_numpy(padded).view(torch.int64)
 

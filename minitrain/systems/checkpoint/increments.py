@@ -98,8 +98,7 @@ def searched(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     step, least = (high - low) / 25, coded(rows, low, high, bits)[-1]
     for _ in range(12 if bits <= 4 else 0):
         ends = torch.stack((low + step, low)), torch.stack((high, high - step))
-        errors = torch.stack([coded(rows, *both, bits)[-1] for both in zip(*ends)])
-        now, which = errors.min(0)
+        now, which = torch.stack([coded(rows, *both, bits)[-1] for both in zip(*ends)]).min(0)
         low, high = (x.gather(0, which[None])[0] for x in ends)
         best = tuple(torch.where(now < least, new, old) for new, old in zip((low, high), best))
         least = torch.minimum(now, least)

@@ -17,8 +17,7 @@ from minitrain.systems.cluster.jobs import Job, Policy, Share, free_devices, pla
 
 def pods(now_s, waiting, running, nodes) -> dict[Job, Share]:
     """Device by device, by turns."""
-    free = free_devices(running.values(), nodes)
-    shares = dict.fromkeys(waiting, Share((), 0.0)) | running
+    free, shares = free_devices(running.values(), nodes), dict.fromkeys(waiting, Share((), 0.0)) | running
     while any(free) and (short := [job for job in shares if shares[job].count < job.devices]):
         for job in sorted(short, key=lambda job: job.at_s):
             node = next((i for i, left in enumerate(free) if left), None)

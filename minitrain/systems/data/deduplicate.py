@@ -54,7 +54,6 @@ def jaccard(a: set[str], b: set[str]) -> float:
 def minhash(items: set[str], num_hashes: int) -> list[int]:
     """The least hash of any item, for each of `num_hashes` hash functions x -> (a·x + b) mod 2^61 - 1."""
     require_positive_ints(1 << 16, num_hashes=num_hashes)
-    prime = (1 << 61) - 1
-    xs = [hashed(item) for item in items]
+    prime, xs = (1 << 61) - 1, [hashed(item) for item in items]
     functions = [(hashed(f"a{i}"), hashed(f"b{i}")) for i in range(num_hashes)]
     return [min((a * x + b) % prime for x in xs) for a, b in functions]

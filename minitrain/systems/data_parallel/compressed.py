@@ -222,8 +222,7 @@ class Compression:
                 exact = grad.to(torch.promote_types(grad.dtype, torch.float32)) / factor
                 if self.scale:
                     exact = torch.where(exact.isfinite().all(), exact, math.nan)
-                total = self.feedback[param](exact, group)
-                grad.copy_(total.to(exact.dtype) * factor)
+                grad.copy_(self.feedback[param](exact, group).to(exact.dtype) * factor)
         return grads
 
     def settle(self, updated: bool) -> None:

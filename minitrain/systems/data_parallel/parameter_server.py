@@ -59,8 +59,7 @@ class Worker:
 
     def push_pull(self) -> None:
         """Push this step's gradients; take in the weights of `staleness` steps ago."""
-        grad = flatten(param.grad for param in with_gradients(self.params))
-        answers = []
+        grad, answers = flatten(param.grad for param in with_gradients(self.params)), []
         for server, part in enumerate(grad.tensor_split(self.servers)):
             send(part, server, self.group, async_op=True).wait()
             answers.append(receive(part, server, self.group, async_op=True))

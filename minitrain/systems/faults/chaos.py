@@ -212,8 +212,7 @@ class Chaos(Disk):
 
     def _begin(self, ch: Channel, what, start: Callable) -> Callable:
         """In place of start(), which begins a collective or messages and returns what waits for them."""
-        job = not isinstance(what, tuple)
-        start = partial(self.inner, ch, what, start)
+        job, start = not isinstance(what, tuple), partial(self.inner, ch, what, start)
         sends, receives = ([], [(what.call, what.dst, None)]) if job else what
         ends: list[Callable] = []
         for one in (*sends, *receives):

@@ -28,8 +28,7 @@ def rerouted(pipelines: int, stages: int, microbatches: int, dead: Collection[tu
     a step takes that less what bubbles absorb. Gandhi et al. 2024 (ReCycle, SlipStream), arXiv:2405.14009,
     section 3. Differs: a list scheduler, theirs is an integer program; all stages update together."""
     require_positive_ints(pipelines=pipelines, stages=stages, microbatches=microbatches)
-    lost = set(map(tuple, dead))
-    workers = [(p, s) for p in range(pipelines) for s in range(stages)]
+    lost, workers = set(map(tuple, dead)), [(p, s) for p in range(pipelines) for s in range(stages)]
     if strange := lost - set(workers):
         raise ValueError(f"dead={min(strange)}; a worker is (pipeline, stage) of {pipelines} x {stages}")
     alive = [worker for worker in workers if worker not in lost]
@@ -97,8 +96,7 @@ def stream(peers: Speeds, microbatches: int, leaves: Mapping[tuple[int, int], fl
     3.2. Differs: speeds are known, theirs are estimated; forwards only, no time for messages."""
     require_positive_ints(microbatches=microbatches)
     require_positive(peers=list(map(tuple, peers)))
-    free = [[0.0] * len(speeds) for speeds in peers]
-    done = [[0] * len(speeds) for speeds in peers]
+    free, done = [[0.0] * len(speeds) for speeds in peers], [[0] * len(speeds) for speeds in peers]
     coming, finished, again = [(0.0, unit, 0) for unit in range(microbatches)], [0.0] * microbatches, 0
     while coming:
         now, unit, stage = heappop(coming)

@@ -83,7 +83,6 @@ def proactive(nodes: Sequence[int], layouts: Collection[Layout], rate: Callable,
 
     best: dict = {None: (0, [])}  # by the last layout: what was trained, and all so far
     for count in nodes:
-        fits = [(0, 0), *(one for one in layouts if one[0] * one[1] <= count)]
-        paths = best.items()
+        fits, paths = [(0, 0), *(one for one in layouts if one[0] * one[1] <= count)], best.items()
         best = {new: max((done + gain(old, new), [*way, new]) for old, (done, way) in paths) for new in fits}
     return max(best.values())[1]

@@ -66,8 +66,7 @@ def run(kernels: list[list[Step]], inputs: Mapping[str, Tensor], memory=UNCOUNTE
         read = dict.fromkeys(name for step in group for name in step.inputs if name not in made)
         in_one = any(step.kind == "product" for step in group)
         cut = {name for name in read if not in_one and values[name].shape[1:] and len(values[name]) == rows}
-        chip = {name: memory.load(values[name])[0] for name in read if name not in cut}
-        parts = []
+        chip, parts = {name: memory.load(values[name])[0] for name in read if name not in cut}, []
         for piece in pieces(rows, rows if in_one else tile):
             chip |= {name: memory.load(values[name][piece])[0] for name in cut}
             for step in group:

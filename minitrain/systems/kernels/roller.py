@@ -64,8 +64,7 @@ def roller(m: int, n: int, k: int, core: Core, alive: int = 8) -> Built:
     axes = [aligned_sizes(size, core.unit) for size in (m, n, k)]
     tile = lambda at: tuple(axis[place] for axis, place in zip(axes, at))
     time = lambda at, core: tile_seconds((m, n, k), tile(at), core)
-    alone = core._replace(cores=1)
-    growing = {(0, 0, 0)}
+    alone, growing = core._replace(cores=1), {(0, 0, 0)}
     tried = [at for at in growing if time(at, core) < float("inf")]
     while growing:
         places = [(at, i, place) for at in growing for i in range(3) for place in (at[i] + 1, 2 * at[i] + 1)]

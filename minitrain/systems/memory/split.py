@@ -140,8 +140,7 @@ class TiledLinear(nn.Module):
         dweight = new_host(weight.shape, weight.dtype, kind="gradients")
         dbias = None if bias is None else new_host((len(weight),), weight.dtype, kind="gradients")
         for number, (part, place) in enumerate(zip(weight.chunk(tiles), dweight.chunk(tiles))):
-            tile = to_device(part, x.device).wait()
-            dtile = dy.chunk(tiles, -1)[number].flatten(0, -2)
+            tile, dtile = to_device(part, x.device).wait(), dy.chunk(tiles, -1)[number].flatten(0, -2)
             dx += (dtile @ tile).view(x.shape)
             del tile
             to_host(dtile.T @ rows, out=place).wait()

@@ -131,8 +131,7 @@ def start(tensors: list[Tensor], like: list[Tensor], group: ProcessGroup, to: tu
 def arrivals(matrices: list[Tensor], sizes: list[int], wants: Wants) -> Iterator[tuple]:
     """(s, q, j), expert, its matrices: every expert in turn, empty if it is not wanted here. The next one
     travels while the caller works; the caller drops what it got before it asks again."""
-    rounds = [(s, j) for s in range(wants.nodes) for j in range(wants.here)]
-    entering = None
+    rounds, entering = [(s, j) for s in range(wants.nodes) for j in range(wants.here)], None
     for number, (s, j) in enumerate(rounds):
         own = of(j, matrices)
         entered = own if s == 0 else [handle.wait() for handle in entering]

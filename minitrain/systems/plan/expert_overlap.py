@@ -204,8 +204,7 @@ class PairLayer:  # and microbatch of one rank
 
     def legs(self, element_bytes: int, ep: int, on: Machine) -> list[Leg]:
         """An all-to-all over `ep` ranks."""
-        size = min(ep, on.devices_per_node)
-        row = self.tokens * self.d_model * element_bytes
+        size, row = min(ep, on.devices_per_node), self.tokens * self.d_model * element_bytes
         across = "across", tuple(range(0, ep, size)), row * min(self.node_limit, ep // size)
         inside = "inside", tuple(range(size)), row * self.k
         return [leg for leg in (across, inside) if len(leg[1]) > 1]

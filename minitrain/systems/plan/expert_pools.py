@@ -94,8 +94,7 @@ def step_s(grid: Grid, holders: Holders, loads: Sequence[int], layer: MoELayer, 
     """Seconds; `loads` are the rows of each expert in the whole batch."""
     dp, ep, tp = grid
     rows = float(max(shared_loads(loads, holders, ep))) / dp  # of the busiest place
-    moved = rows * ((ep - 1) / ep / tp + (tp - 1) / tp)
-    carried = layer.experts / ep * (dp - 1) / dp
+    moved, carried = rows * ((ep - 1) / ep / tp + (tp - 1) / tp), layer.experts / ep * (dp - 1) / dp
     carried += layer.dense_weights / layer.expert_weights * (dp * ep - 1) / (dp * ep)
     return 3 * rows * costs.compute / tp + 4 * moved * costs.move + 2 * carried * costs.carry / tp
 

@@ -244,8 +244,7 @@ def laid_out(graph: Graph, order: Sequence[int], *, steps: int = 500, seed: int 
     fixed = [(life, addresses[life.block]) for life in crossing]
     for group in inside.values():
         addresses |= annealed(group, steps=steps, seed=seed, around=fixed)
-    plain = best_fit(every)
-    return min(addresses, plain, key=lambda found: height(every, found))
+    return min(addresses, best_fit(every), key=lambda found: height(every, found))
 
 
 def training(layers: int, activation_bytes: int, weight_bytes: int) -> Graph:

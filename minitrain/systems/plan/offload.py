@@ -67,8 +67,7 @@ def elixir_cost(profile: Profile, rates: Rates, chunk: int, cached: int, offload
     count, least = packed(profile.modules, chunk)
     kept, shard = cached - least, divided(chunk, rates.ranks)
     both = max(0, kept + offloaded - count)  # the last chunks are kept, the first are offloaded
-    moved = (3 * count - kept) * 2 * (chunk - shard)
-    crossing = (3 * offloaded - both) * 2 * shard
+    moved, crossing = (3 * count - kept) * 2 * (chunk - shard), (3 * offloaded - both) * 2 * shard
     seconds = max(profile.compute_s, divided(moved, rates.network), divided(crossing, rates.host))
     seconds += divided((count - offloaded) * shard, rates.device_update)
     seconds += divided(offloaded * shard, rates.host_update)

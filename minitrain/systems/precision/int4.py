@@ -68,8 +68,7 @@ class HadamardProducts:
         sizes, dx, dweight = lengths(parts, scales, "N"), None, None
         exact = torch.promote_types(weight.dtype, torch.float32)
         if wanted[0]:
-            w = self.quantized(weight, scales, "NK")
-            kept = sampled(parts, sizes, bits(grad.scales, 1), exact)
+            w, kept = self.quantized(weight, scales, "NK"), sampled(parts, sizes, bits(grad.scales, 1), exact)
             dx = integer_product(kept, w.elements(), grad.multipliers * w.multipliers, weight.dtype)
             dx = hadamard(dx, self.block).to(weight.dtype).view(x.shape)
         if wanted[1]:
@@ -89,8 +88,7 @@ def hadamard(x: Tensor, block: int = 32) -> Tensor:
 
 def measured(x: Tensor, scales: Scales, dims: str) -> Quantized:
     """INT4 with the step whose squared error over all of x, on all ranks that have a part of it, is least."""
-    amax = agreed_amax(x, scales, FOUR, dims)
-    shares = torch.tensor(SHARES, device=x.device)
+    amax, shares = agreed_amax(x, scales, FOUR, dims), torch.tensor(SHARES, device=x.device)
     steps = usable(amax) * shares / FOUR.format.max
     errors = [rounded(x / step, FOUR.format, "nearest") * step - x for step in steps.to(x.dtype)]
     errors = torch.stack([error.square().sum(dtype=torch.float64) for error in errors])

@@ -115,8 +115,7 @@ def realhf(seconds: Table, moves: Table, seed: int = 0) -> list[int]:
     now = least = cycle_seconds(plans, seconds, moves)
     best, hot = plans, max(map(max, seconds)) or 1
     for step in range(2000):
-        call = draw.randrange(len(plans))
-        tried = [*plans]
+        call, tried = draw.randrange(len(plans)), [*plans]
         tried[call] = draw.randrange(len(seconds[call]))
         cost = cycle_seconds(tried, seconds, moves)
         if cost <= now or draw.random() < math.exp((now - cost) / (hot * 0.001 ** (step / 2000))):

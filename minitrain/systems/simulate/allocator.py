@@ -207,8 +207,7 @@ class CachingAllocator:
         if self.max_split_bytes == inf or self.expandable:
             return False
         larger = [block for block in pool.cached() if block.bytes >= self.max_split_bytes]
-        one = next((block for block in larger if block.bytes >= size), None)
-        released = 0
+        one, released = next((block for block in larger if block.bytes >= size), None), 0
         for block in [one] if one else reversed(larger):
             if released < size:
                 released += block.bytes

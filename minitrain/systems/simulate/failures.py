@@ -58,8 +58,7 @@ def failing(
     checks.require_ints(seed=seed)
     checks.require_positive(machine_mtbf_s=machine_mtbf_s, shape=shape)
     checks.require_positive_ints(machines, together=together)
-    draw = random.Random(seed)
-    scale = machine_mtbf_s / gamma(1 + 1 / shape)
+    draw, scale = random.Random(seed), machine_mtbf_s / gamma(1 + 1 / shape)
     lifetime = lambda: scale * (-log(1 - draw.random())) ** (1 / shape)
     ends = [(lifetime(), machine) for machine in range(machines)]
     heapq.heapify(ends)

@@ -23,9 +23,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from minitrain.context.ring import check_crossing
-from minitrain.ranks.collectives import all_gather, reduce_scatter
-from minitrain.ranks.sharding import Shard, shard
-from minitrain.tensor_parallel.linear import check_whole, linear_vjp
+from minitrain.ranks.checks import require_one_of
+from minitrain.ranks.collectives import all_gather, reduce_scatter, world
+from minitrain.ranks.mesh import Mesh
+from minitrain.ranks.sharding import Shard, full_tensor, shard
+from minitrain.systems.tensor_parallel import summa
+from minitrain.systems.tensor_parallel.optimus import Linear2D
+from minitrain.tensor_parallel.linear import ColumnLinear, check_whole, linear_vjp
+
+# Of tensor parallelism in so many dimensions (Colossal-AI's names): copies, and the axes of equal sides.
+AXES = {"1d": (1, ["tensor"]), "2d": (1, ["row", "column"]), "2.5d": (2, ["row", "column"]), "3d": (1, "zyx")}
 
 
 def cube_forward(x: Tensor, weight: Tensor, bias, input_group, weight_group, output_group) -> Tensor:
@@ -61,6 +68,21 @@ class Linear3D(nn.Module):
             raise ValueError(f"Linear3D: x {list(x.shape)} is not 1/{self.side} as wide; use cut_activations")
         passes = (partial(way, **self.groups) for way in (cube_forward, cube_backward))
         return linear_vjp(x, self.weight, self.bias, *passes)
+
+
+def cut_linear(linear: nn.Linear, how: str) -> tuple:
+    """Cut over all ranks in so many dimensions; how its x `[m, .., k]` is cut; how its y becomes whole."""
+    require_one_of(AXES, how=how)
+    copies, axes = AXES[how]
+    mesh = Mesh(depth=copies, **dict.fromkeys(axes, round((world().size() / copies) ** (1 / len(axes)))))
+    groups = [mesh.group(axis) for axis in axes[::-1]]
+    if how == "1d":
+        return ColumnLinear(linear, *groups), lambda x: x, lambda y: full_tensor(y, [Shard(-1, *groups)])
+    if how == "3d":
+        cut, back = lambda x: cut_activations(x, *groups), activation_shards(*groups[::-1])
+        return Linear3D(linear, *groups), cut, lambda y: full_tensor(y, back)
+    groups.append(mesh.group("depth"))
+    return Linear2D(linear, *groups), lambda x: summa.block(x, *groups), lambda y: summa.whole(y, *groups)
 
 
 def cut_mlp(mlp: nn.Module, input_group, weight_group, output_group) -> nn.Module:

@@ -40,7 +40,6 @@ def test_a_cell_has_the_colour_of_the_axis_that_sends():
 def test_bars_add_up_to_the_step():
     times = {"x": {"compute": 0.2, "waits for tp": 0.1}, "y": {"compute": 0.5}}
     figure = mesh_charts.times(times, title="steps")
-    widths = [round(patch.get_width()) for patch in figure.axes[0].patches]
-    assert widths == [200, 100, 500, 0]
+    assert [round(patch.get_width()) for patch in figure.axes[0].patches] == [200, 100, 500, 0]
     assert to_hex(figure.axes[0].patches[1].get_facecolor()) == mesh_charts.AXES["tp"].lower()
     assert [text.get_text().strip() for text in figure.axes[0].texts] == ["300 ms", "500 ms"]

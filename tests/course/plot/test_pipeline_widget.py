@@ -91,8 +91,7 @@ def test_a_drag_is_drawn_once_it_pauses(monkeypatch):
 
 
 def test_without_a_kernel_the_first_picture_stands_there():
-    box = explore()
-    data, about = box._repr_mimebundle_()
+    data, about = explore()._repr_mimebundle_()
     assert data["image/svg+xml"] == picture(["1F1B", "ZB-H1"], 4, 8, 2, EQUAL)[0]
     assert data["image/svg+xml"].isascii() and "VBox" not in data["text/plain"]
     assert "1F1B above ZB-H1" in about["image/svg+xml"]["alt"]

@@ -179,8 +179,7 @@ def test_timeline_draws_the_seconds_of_the_account():
 
 
 def test_bars_show_the_amounts():
-    figure = PICTURES["bars_by_kind"]()
-    ax = figure.axes[0]
+    ax = PICTURES["bars_by_kind"]().axes[0]
     assert sum(bar.get_width() for bar in ax.patches) == pytest.approx(15 + 90 + 1 + 2)
     assert {" 105", " 3", "90", "15"} <= {text.get_text() for text in ax.texts}
     assert ax.get_xlabel() == "memory of a device (GB)"
@@ -214,8 +213,7 @@ def test_loads_are_shares_of_tokens_and_placements_pile_up_to_the_rows_of_a_rank
         bars = lambda x: (bar for bar in ax.patches if bar.get_x() == x)
         tops = [max(bar.get_y() + bar.get_height() for bar in bars(x)) for x in (-0.4, 0.6)]
         assert tops == rows and set(ax.lines[0].get_ydata()) == {80}
-    colours = {bar.get_facecolor() for bar in before.patches}
-    assert len(colours) == 4, "experts 0 and 7 differ"
+    assert len({bar.get_facecolor() for bar in before.patches}) == 4, "experts 0 and 7 differ"
 
 
 def test_one_microbatch_says_what_each_rank_waits_for_with_an_arrow_per_message():

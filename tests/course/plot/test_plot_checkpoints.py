@@ -73,8 +73,7 @@ def test_each_machine_shows_what_it_holds():
         held, drawn = place.holders(rings, 2), cells(ax)
         for (machine, row), (state, colour) in drawn.items():
             assert machine in held[state] and (row > 0 or state == machine)
-            expected = PALE if machine in (5, 6) else CYCLE[state % len(CYCLE)]
-            assert colour == to_rgba(expected)
+            assert colour == to_rgba((PALE if machine in (5, 6) else CYCLE[state % len(CYCLE)]))
         assert len(drawn) == 32
     titles = [ax.get_title(loc="left") for ax in (groups, ring)]
     assert titles == ["groups: nothing is lost", "ring: lost: state 5"]

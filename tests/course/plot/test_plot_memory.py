@@ -62,8 +62,7 @@ def drawn(ax):
     found = {}
     for bars in ax.collections:
         key = matplotlib.colors.to_hex(bars.get_facecolor()[0]).upper(), bool(bars.get_hatch())
-        length = sum(path.get_extents().width for path in bars.get_paths())
-        found[key] = found.get(key, 0) + length
+        found[key] = found.get(key, 0) + sum(path.get_extents().width for path in bars.get_paths())
     return found
 
 

@@ -41,8 +41,7 @@ def test_every_plan_can_be_drawn(name):
 
 def test_a_click_on_the_front_rings_its_point_and_says_its_word():
     choices = front([Unit("up", 8, 80), Unit("act", 1, 80, ("up",))])
-    box = pick(choices)
-    row, text, image = box.children
+    row, text, image = pick(choices).children
     (buttons,) = row.children
     assert list(buttons.options) == [choice.policy for choice in choices] and len(choices) > 2
     seen = set()

@@ -186,8 +186,7 @@ def test_wanjuan_cc():
     assert len(originals) > 60
     near = [planted(rng, words, 0.05) for words in originals]  # J = 0.90, less what the block's edges cost
     far = [planted(rng, words, 0.5) for words in originals]  # J = 0.33
-    documents = [" ".join(words) for words in originals + near + far]
-    count = len(originals)
+    documents, count = [" ".join(words) for words in originals + near + far], len(originals)
     assert all(jaccard(shingles(documents[i]), shingles(documents[count + i])) > 0.7 for i in range(count))
     assert keep_first_of_each(documents) == [*range(count), *range(2 * count, 3 * count)]
     assert keep_first_of_each(documents, threshold=1.0) == list(

@@ -206,8 +206,7 @@ def sums(dtype):
     x = awkward(group.rank(), dtype).to(launch.device())
     padded = torch.cat([x, x.new_zeros(-len(x) % group.size())])
     blocking = collectives.all_reduce(x, group)
-    again = collectives.all_reduce(x, group, async_op=True).wait()
-    in_place = x.clone()
+    again, in_place = collectives.all_reduce(x, group, async_op=True).wait(), x.clone()
     assert collectives.all_reduce(in_place, group, out=in_place) is in_place
     shards = collectives.all_gather(collectives.reduce_scatter(padded, group), group)[: len(x)]
     assert torch.equal(blocking, again) and torch.equal(blocking, in_place) and torch.equal(blocking, shards)
@@ -217,8 +216,7 @@ def sums(dtype):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL adds in an order of its own")
 def test_sums_are_taken_in_rank_order_and_equal_to_the_last_bit(ranks):
-    results = launch.run(sums, torch.float32, ranks=ranks)
-    expected = awkward(0)
+    results, expected = launch.run(sums, torch.float32, ranks=ranks), awkward(0)
     for rank in range(1, ranks):
         expected = expected + awkward(rank)
     assert all(torch.equal(result, expected) for result in results)
@@ -339,8 +337,7 @@ def volumes(elements):
 
 @pytest.mark.parametrize("ranks", WORLD)
 def test_every_rank_sends_what_the_formulas_say(ranks):
-    size = 4 * 24 * ranks
-    sent = launch.run(volumes, 24 * ranks, ranks=ranks)
+    size, sent = 4 * 24 * ranks, launch.run(volumes, 24 * ranks, ranks=ranks)
     for calls in sent:
         assert calls["all_reduce"] == (size, 2 * (ranks - 1) * size // ranks)
         assert calls["reduce_scatter"] == (size, (ranks - 1) * size // ranks)
@@ -409,8 +406,7 @@ def test_two_hundred_calls_in_any_order_of_waiting(checked):
 
 def progress_without_waiting():
     """Rank 0 does not wait until all others have told it, by a message, that they have the sum already."""
-    group = dist.group.WORLD
-    x = torch.ones(100_000, device=launch.device())
+    group, x = dist.group.WORLD, torch.ones(100_000, device=launch.device())
     handle = collectives.all_reduce(x, group, async_op=True)
     if group.rank() == 0:
         for source in range(1, group.size()):

@@ -83,8 +83,7 @@ def runtime(numbers: list[int], num_stages: int):
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-    group = collectives.world()
-    modules = {number: stage_of(number) for number in numbers}
+    group, modules = collectives.world(), {number: stage_of(number) for number in numbers}
 
     def example(with_gradient: bool):
         return (torch.zeros(ROWS // MICROBATCHES, WIDTH, dtype=torch.float64, requires_grad=with_gradient),)

@@ -10,6 +10,7 @@ from minitrain import collectives, launch
 from minitrain.model.config import GPTConfig
 from minitrain.model.layers import MLP
 from minitrain.model.training.optim import AdamW, clip_grad_norm
+from minitrain.ranks.launch.report import RankError
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.ranks.sharding import full_tensor, placement
@@ -169,3 +170,22 @@ def test_bytes_and_memory_are_the_formulas():
         assert sent["kept"] == (mk + kn + mn) / 8  # x, W and y: what is gathered is gone
         # x, W, the product and what the sum receives
         assert sent["peak"] <= sent["kept"] + (mk + kn + 2 * mn) / 4
+
+
+def cut_in(ways):
+    """Of each: how far y is from the whole linear's, and how many numbers of W are here."""
+    linear, x, found = whole_linear(), random(M, 3, K, seed=7), []
+    for how in ways:
+        ours, cut, join = cube.cut_linear(linear, how)
+        found.append(((join(ours(cut(x))) - linear(x)).abs().max().item(), ours.weight.numel()))
+    return found
+
+
+def test_colossal_ai():
+    """One argument, as many dimensions: outputs are alike, and W is cut over all ranks, in 2.5-D over half of them."""
+    for ranks, ways, parts in (4, ["1d", "2d"], [4, 4]), (8, ["1d", "2.5d", "3d"], [8, 4, 8]):
+        for found in launch.run(cut_in, ways, ranks=ranks):
+            assert max(error for error, _ in found) < TOLERANCE
+            assert [size * many for (_, size), many in zip(found, parts)] == [K * N] * len(ways)
+    with pytest.raises(RankError, match="how='4d'"):
+        launch.run(cut_in, ["4d"], ranks=4)

@@ -46,8 +46,7 @@ def op_trans(program: Program, name: str, parts: int, aligned: bool = True) -> d
 
     def matching(part: str, names: Sequence[str]) -> tuple[str, ...]:
         """Of needed parts those with the number of `part`, wherever there are `parts` of one operator."""
-        stems = [other.rpartition(".")[0] for other in names]
-        own = part[part.rindex(".") :]
+        stems, own = [other.rpartition(".")[0] for other in names], part[part.rindex(".") :]
         alike = lambda other, stem: stems.count(stem) != parts or other.endswith(own)
         return tuple(other for other, stem in zip(names, stems) if not aligned or alike(other, stem))
 

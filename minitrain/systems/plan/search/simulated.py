@@ -65,8 +65,7 @@ def tasks_of(problem: Problem, choice: Sequence[Option]) -> list[Task]:
         tasks.append(Task(("F", j), "compute", third, needs + ready))
         needs = sent(("to", j), forward[j], (("F", j),))
     for j in reversed(range(len(thirds))):
-        needs = sent(("back to", j), backward[j], needs)
-        ready = sent(("again", j), gathers[j], ())
+        needs, ready = sent(("back to", j), backward[j], needs), sent(("again", j), gathers[j], ())
         if j + 1 < len(thirds):
             sent(("sum", j + 1), sums[j + 1], (("B", j + 1),))  # behind what this backward waits for
         tasks.append(Task(("B", j), "compute", 2 * thirds[j], needs + ready))
@@ -205,8 +204,7 @@ def shardings_of(cuts: dict[str, str], layers: int) -> list[str]:
 
 def moves(cuts: dict[str, str], problem: Problem) -> list[dict[str, str]]:
     """Where each decision that is left leads to, that of the largest tensor first."""
-    layers = len(problem.layers)
-    sizes = {f"W{i}": layer.weights for i, layer in enumerate(problem.layers)}
+    layers, sizes = len(problem.layers), {f"W{i}": layer.weights for i, layer in enumerate(problem.layers)}
     sizes |= {f"x{i}": layer.takes * problem.rows for i, layer in enumerate(problem.layers)}
     free = sorted((name for name in sizes if name not in cuts), key=lambda name: (-sizes[name], name))
     return [propagate({**cuts, name: dim}, layers) for name in free for dim in dims_of(layers)[name]]

@@ -132,8 +132,7 @@ def whole_tensors(problem):
 def one_process(problem):
     """Gradients of every matrix."""
     x, weights, dy = whole_tensors(problem)
-    weights = [[w.requires_grad_() for w in some] for some in weights]
-    results = []
+    weights, results = [[w.requires_grad_() for w in some] for some in weights], []
     for j, some in enumerate(weights):
         inputs = [results[i] for i, to in problem.edges if to == j]
         y = sum(inputs) if inputs else x

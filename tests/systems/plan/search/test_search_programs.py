@@ -35,8 +35,7 @@ def test_unity():
     draw = numpy.random.default_rng(0)
     arrays = {name: draw.integers(-5, 6, shape).astype(float) for name, shape in shapes.items()}
     for graph in (MLP, GATED):
-        seen = closure(graph, (programs.algebra, programs.parallel))
-        whole = run(graph, arrays, 1)
+        seen, whole = closure(graph, (programs.algebra, programs.parallel)), run(graph, arrays, 1)
         assert all((run(one, arrays, 4) == whole).all() for one in seen)
         assert len(seen) == {MLP: 26, GATED: 105}[graph]
     wrong = lambda g: iter([("reduce", ("relu", g[1][1]))] if g[0] == "relu" and g[1][0] == "reduce" else [])

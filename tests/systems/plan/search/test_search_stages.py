@@ -107,8 +107,7 @@ def test_of_equal_plans_piper_takes_that_with_fewest_stages():
     """Two layers that weigh nothing and send nothing: together on two devices, or one on each."""
     layer = Layer("x", takes=0, gives=0, weights=0, flops=64.0)
     problem = Problem((layer, layer), 8, (Level(2, 1.0),), flops_per_s=1.0, shardings=("dp",))
-    found = staged.piper(problem)
-    alone = staged.Stage(range(0, 1), 1, (Option(()),))
+    found, alone = staged.piper(problem), staged.Stage(range(0, 1), 1, (Option(()),))
     assert found.cost == staged.stage_seconds(problem, alone)
     assert [(stage.layers, stage.devices) for stage in found.choice] == [(range(0, 2), 2)]
 
@@ -202,8 +201,7 @@ def check_megatron():
     for microbatches, rate in ((4, 2.0**32), (16, 2.0**33)):
         levels, more = (Level(2, rate), Level(2, 2.0**35)), dict(microbatches=microbatches)
         layers = (block("block", 1024, 4096),) * 4
-        gpt = Problem(layers, 512, levels, 2.0**44, shardings=("dp", "tp"), **more)
-        manual = []
+        gpt, manual = Problem(layers, 512, levels, 2.0**44, shardings=("dp", "tp"), **more), []
         for cut in staged.even_cuts(gpt):
             for shardings in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
                 same = lambda run: (Option(shardings),) * len(run)
