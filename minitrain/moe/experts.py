@@ -47,12 +47,12 @@ def loop(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) 
     return torch.cat([layer @ d for layer, d in zip(made, down.unbind())])
 
 
-def padded(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None) -> Tensor:
-    """All experts at once, each with room for the busiest (GShard's C, with nothing dropped)."""
+def padded(rows, counts, up, down, act=F.gelu, gate: Given = None, *, sizes=None, room=0) -> Tensor:
+    """All experts at once, each with room for the busiest (GShard's C, nothing dropped), or with more."""
     sizes = numbers(counts, sizes, len(rows))
-    place = places(sizes, [max(sizes)] * len(sizes), rows.device)
-    batch = rows.new_zeros(len(sizes) * max(sizes), rows.shape[1]).index_copy(0, place, rows)
-    batch = batch.unflatten(0, (len(sizes), max(sizes)))
+    place = places(sizes, [room := max(room, *sizes)] * len(sizes), rows.device)
+    batch = rows.new_zeros(len(sizes) * room, rows.shape[1]).index_copy(0, place, rows)
+    batch = batch.unflatten(0, (len(sizes), room))
     y = hidden(act, batch @ up, None if gate is None else batch @ gate) @ down
     return y.flatten(0, 1).index_select(0, place)
 

@@ -20,7 +20,7 @@ def laid_out(graph: Graph, axes: Mapping[str, int], layout: Mapping[str, str]) -
     """Dims have names, the same everywhere, and a layout maps some to mesh axes: a tensor is cut along each
     of its dims that it maps; an operator that sums over such a dim leaves terms, added at once.
 
-    A layout is legal if no tensor has two dims on one axis; all that it can cost are all-reduces.
+    A layout is legal if no tensor has two dims on one axis; without reshapes, it costs all-reduces alone.
     Shazeer et al. 2018, arXiv:1811.02084, section 3. Differs: a name is a letter.
     """
     names: dict[str, str] = {}

@@ -57,6 +57,7 @@ def test_jit_q():
     for ranks in (1, 2, 4):
         assert launch.run(rank, ranks=ranks) == [[]] * ranks
     assert POLICIES["bfloat16"].bytes_per_parameter - POLICIES["bfloat16_jit"].bytes_per_parameter == 2
+    nothing_of_a_copy_is_kept_from_forward_to_backward()
 
 
 def test_gathered_weights_are_as_wide_as_they_are_kept():
@@ -77,7 +78,7 @@ def test_gathered_weights_are_as_wide_as_they_are_kept():
         assert one_jit == [2 * one[0], one[1]] and three_jit == [2 * three[0], three[1]] and one[0] > 0
 
 
-def test_nothing_of_a_copy_is_kept_from_forward_to_backward():
+def nothing_of_a_copy_is_kept_from_forward_to_backward():
     """By kind, the ledger of a step has the activations of the stored copy, and at no moment more copies
     than of one layer. Control: copies that autograd may keep."""
 
