@@ -362,6 +362,7 @@ def test_l2l():
     for depth in (4, 16, 64):
         test_gradients_are_those_of_the_plain_model_to_the_bit(depth, 2, "host")
         assert max(live["parameters"] for _, live in step(depth).timeline()) == 2 * LAYER_BYTES
+    test_bytes_over_the_link_do_not_depend_on_microbatches(microbatches=4, depth=7)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 7])

@@ -111,6 +111,9 @@ def test_fuyou():
     share = fuyou_share(WORK, SERVER)
     assert share not in (0, 1)
     assert fuyou_s(WORK, SERVER, share) < min(fuyou_s(WORK, SERVER, s) for s in (0, 1))
+    test_the_iteration_of_many_layers_comes_close_to_the_maxima(share)
+    test_tasks_move_the_bytes_of_the_model()
+    test_an_update_needs_the_gradient_and_the_states()
 
 
 def test_phases_by_hand():
