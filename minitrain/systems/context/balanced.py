@@ -118,7 +118,8 @@ def run_schedule(schedule: Schedule, group, sent: dict, returned: dict, compute,
     fetching, returning = fetch(0), []
     for t, round in enumerate(schedule):
         arriving, fetching = fetching, fetch(t + 1)  # the next round's data travel during this one
-        result = compute(round[rank], sources[t][1], received(arriving)) if round[rank] else ()
+        data = received(arriving)
+        result = compute(round[rank], sources[t][1], data) if round[rank] else ()
         merge_results(t - 1, returning)  # the last round's results travelled during this one
         target, sent_side = targets[t]
         returning = exchange_all(result, sources[t][0], returned.get(sent_side, ()), target, group)

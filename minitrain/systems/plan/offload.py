@@ -147,8 +147,7 @@ def fuyou_share(work: Work, server: Server) -> Number:
     at the bend, or where two lines of a phase cross."""
     if not work.activation_bytes:
         return 0
-    bend = min(1, divided(server.host_bytes, work.activation_bytes))
-    shares = {0, bend, 1}
+    shares = {0, min(1, divided(server.host_bytes, work.activation_bytes)), 1}
     for low, high in pairwise(sorted(shares)):
         ends = fuyou_phases(work, server, low), fuyou_phases(work, server, high)
         for first, last in zip(*(phases.values() for phases in ends)):
