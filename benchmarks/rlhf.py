@@ -10,19 +10,18 @@ import time
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
+from minitrain.course.sums import answer_batch, answered, is_right, preference_batch, prompts, share_right
 from minitrain.model.config import GPTConfig
 from minitrain.model.data.batches import rows_of
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.systems.rlhf.policy_losses import PolicyLoss, PreferenceLoss, ValueLoss
-from minitrain.systems.rlhf.rollouts import (
-    answer_batch,
-    answered,
+from minitrain.systems.rlhf.policy import (
+    PolicyLoss,
+    PreferenceLoss,
+    ValueLoss,
     grpo_step,
     hand_over,
     ppo_step,
-    preference_batch,
-    prompts,
 )
 
 CONFIG = GPTConfig(vocab_size=12, d_model=64, num_layers=1, num_heads=4, max_positions=8)
@@ -35,7 +34,7 @@ def run_of(loss, seed: int = 0, lr: float | None = None, config=CONFIG, **strate
 
 
 def trained(method: str, steps: int, seed: int = 0, demonstrations: int = 150, pairs: int = 400) -> tuple:
-    """On each rank: ([Learned of every iteration], processor seconds)."""
+    """On each rank: ([(share of right answers, KL) of every iteration], processor seconds)."""
     world, started = collectives.world(), time.process_time()
     n, first = world.size(), 10_000 * seed
     rows = rows_of(world.rank(), n, ROWS)
@@ -61,10 +60,12 @@ def trained(method: str, steps: int, seed: int = 0, demonstrations: int = 150, p
         hand_over(actor, generator, world)
         asked = prompts(ROWS // answers, first + 5000 + step).repeat_interleave(answers, 0)
         tokens = generator.sample(asked, 2, seed=step)[rows.start : rows.stop]
+        batch = answer_batch(tokens, step, world)
         if method == "grpo":
-            told.append(grpo_step(actor, reference, losses[0], tokens, answers, step, world))
+            kl = grpo_step(actor, reference, losses[0], batch, is_right(tokens), answers, world)
         else:
-            told.append(ppo_step(actor, critic, reference, reward, losses, tokens, step, world))
+            kl = ppo_step(actor, critic, reference, reward, losses, batch, world)
+        told.append((share_right(tokens, world), kl))
     return told, time.process_time() - started
 
 
@@ -74,9 +75,10 @@ def report(seeds: int = 3, steps: int = 80) -> str:
         for seed in range(seeds):
             started = time.perf_counter()
             told, seconds = launch.run(trained, method, steps, seed, ranks=2, timeout_s=300)[0]
-            mean = lambda some, what: sum(getattr(one, what) for one in some) / len(some)
-            rewards = f"{mean(told[:10], 'reward'):.2f} -> {mean(told[-10:], 'reward'):.2f}"
-            kl, wall = mean(told[-10:], "kl"), time.perf_counter() - started
+            mean = lambda some: sum(some) / len(some)
+            right, kls = zip(*told)
+            rewards = f"{mean(right[:10]):.2f} -> {mean(right[-10:]):.2f}"
+            kl, wall = mean(kls[-10:]), time.perf_counter() - started
             took = f"{seconds:.0f} processor seconds a rank, {wall:.0f} s"
             lines.append(f"{method:4} seed {seed}: reward {rewards}, KL {kl:.2f} a token, {took}")
     return "\n".join(lines)

@@ -117,7 +117,7 @@ INSIDE = {  # doors that are not called here, and who has looked at their argume
     "two ranks or more, where its own tests give it wrong sizes": (
         "systems.data_parallel.parameter_server.Worker systems.data_parallel.parameter_server.check "
         "systems.data_parallel.parameter_server.serve "
-        "systems.rlhf.rollouts.grpo_step systems.rlhf.rollouts.ppo_step systems.rlhf.rollouts.hand_over"
+        "systems.rlhf.policy.grpo_step systems.rlhf.policy.ppo_step systems.rlhf.policy.hand_over"
     ),
     "the steps of a layer or of a search, of arguments that its maker has checked": (
         "systems.context.balanced.exchange_all systems.moe.move_experts.shadow tensor_parallel.overlap.column_backward "

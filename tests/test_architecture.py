@@ -41,7 +41,7 @@ BUDGETS = {  # lines of Python, and of wrong solutions, as `wc -l` counts them: 
         24_000,
     ),
     "minitrain/systems": (["minitrain/systems"], [], 25_000, 25_000),
-    "minitrain/course": (["minitrain/course"], [], 7_870, 8_000),
+    "minitrain/course": (["minitrain/course"], [], 7_940, 8_000),
     "exercises/wrong": (["exercises/wrong"], [], 9_971, 12_000),  # 400 a chapter
     "tests": (["tests"], [], 70_000, 70_000),
 }
@@ -52,7 +52,7 @@ NO_TORCH = (
     "systems.communication.chunk_schedule", "systems.communication.cost_model", "systems.network",
     "systems.kernels.tiles", "systems.kernels.roofline", "systems.kernels.roller", "systems.kernels.multistage",
     "systems.kernels.tile_chains", "systems.uneven.shares", "systems.uneven.stage_devices",
-    "systems.uneven.far_apart", "course.plot.charts",
+    "course.plot.charts",
     "course.plot.pipeline_charts", "course.plot.plan_widget", "course.plot.style", "model.config",
     "model.training.flags", "course.atlas", "course.notebook", "pipeline.schedules", "pipeline.schedule",
     "pipeline.simulate", "pipeline.lower",

@@ -84,8 +84,6 @@ ON_THE_HOST = {  # where, and why
     "systems/moe/topology.py:bandwidths": "a table of machines",
     "systems/precision/nvfp4.py:": "16 signs, the same everywhere; `by_token` moves them",
     "systems/rlhf/adapters.py:__init__": "drawn on the host by its name, as a model is; moved at once",
-    "systems/rlhf/rollouts.py:answered": "drawn on the host; moved at once",
-    "systems/rlhf/rollouts.py:prompts": "rows by a generator of the host's; a run moves them",
     "systems/tensor_parallel/random.py:run": "one number of the generator of the host",
 }
 

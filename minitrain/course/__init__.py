@@ -17,5 +17,6 @@ beside saved_tensors   what autograd keeps for a backward, and for whom
        install             PyTorch as it fits the machine, and the tested versions of all else
        pipelines           a pipeline's step beside one process, with a mistake in it or without
        sequences           attention over ranks against one process, and what it sends
+       sums                answers that can be checked, for models that learn from rewards
        under_limits        one model under a hard limit of memory, trained in four ways
 """

@@ -10,8 +10,7 @@ Trains r (N + K) of N·K numbers. ZeRO cuts A and B, as anything that trains; st
 With tp each matrix sends r numbers per token more, and dx of Q, K and V are three sums. A matrix in NF4 is
 written out while its layer computes, in forward and again in backward: one at a time.
 Hu et al. 2021 (LoRA), arXiv:2106.09685, section 4.1; Dettmers et al. 2023 (QLoRA), arXiv:2305.14314, section
-3. Differs: blocks lie in rows; scales in E4M3, not in bitsandbytes' own 8 bits; no paged optimizer; each rank
-of tp quantises what it has.
+3. Differs: blocks lie in rows; scales in E4M3; no paged optimizer; each rank of tp quantises what it has.
 """
 
 import math
@@ -78,14 +77,6 @@ class LowRank(nn.Module):
             thin = (collectives.copy_to if cut.dim == 0 else collectives.reduce_from)(thin, cut.group)
         return self.base(x) + self.scale * F.linear(thin, self.b)
 
-    @torch.no_grad()
-    def merged(self) -> nn.Module:
-        """The base alone, with W + (α/r) B A: this rank's part of it, of which nothing has to be sent."""
-        weight = self.base.weight
-        weight.data = values_of(weight) + self.scale * self.b @ self.a
-        weight.__dict__.pop("nf4", None)
-        return self.base
-
 
 def values_of(param: nn.Parameter) -> Tensor:
     return param.nf4.values(param.detach()) if hasattr(param, "nf4") else param.detach()
@@ -104,9 +95,13 @@ def add_adapters(layers: Iterable[nn.Module], rank: int, alpha=16.0, nf4=False, 
                     setattr(owner, name, LowRank(base, f"{layer.name}.{part}.{name}", rank, alpha, nf4, seed))
 
 
+@torch.no_grad()
 def merge(layers: Iterable[nn.Module]) -> None:
-    """Every adapter into its matrix, which is numbers of the model's dtype again."""
+    """Every adapter into its matrix, W + (α/r) B A, in the model's dtype again: a rank's part of it alone."""
     for owner in [module for layer in layers for module in layer.modules()]:
         for name, module in list(owner.named_children()):
             if isinstance(module, LowRank):
-                setattr(owner, name, module.merged())
+                weight = module.base.weight
+                weight.data = values_of(weight) + module.scale * module.b @ module.a
+                weight.__dict__.pop("nf4", None)
+                setattr(owner, name, module.base)

@@ -19,6 +19,7 @@ given; ReaLHF's estimate overlaps calls on other devices, here a model's calls a
 import math
 import random
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints, require_nonnegative, require_positive_ints
@@ -36,27 +37,11 @@ class Call(NamedTuple):
     trains: bool = False
 
 
-def ppo_calls(generate: Number, infer: Number, train: Number) -> list[Call]:
-    """Of one batch; three calls take `infer` seconds each, two `train`."""
-    require_nonnegative(generate=generate, infer=infer, train=train)
-    three = "score", "refer", "value"
-    return [
-        Call("generate", "actor", generate),
-        Call("score", "reward", infer, ("generate",)),
-        Call("refer", "reference", infer, ("generate",)),
-        Call("value", "critic", infer, ("generate",)),
-        Call("train_actor", "actor", train, three, True),
-        Call("train_critic", "critic", train, three, True),
-    ]
-
-
 def device_bytes(parameters: Mapping[str, Number], devices: Mapping[str, str], trained=("actor", "critic")):
     """{device: bytes} of models {name: parameters} on devices {name: device}."""
     require_nonnegative(**parameters)
-    found = dict.fromkeys(devices.values(), 0)
-    for model, count in parameters.items():
-        found[devices[model]] += count * (TRAINED if model in trained else FROZEN)
-    return found
+    size = {model: n * (TRAINED if model in trained else FROZEN) for model, n in parameters.items()}
+    return {at: sum(n for model, n in size.items() if devices[model] == at) for at in devices.values()}
 
 
 def tasks_of(calls: Sequence[Call], lanes: Mapping, batches=1, stale=0, transfer: Number = 0) -> list[Task]:
@@ -66,19 +51,16 @@ def tasks_of(calls: Sequence[Call], lanes: Mapping, batches=1, stale=0, transfer
     require_ints(0, stale=stale)
     require_nonnegative(transfer=transfer)
     tasks = {}
-    for batch in range(batches):
-        for call in calls:
-            old, needs = batch - 1 - stale, []
-            updates = [c.name for c in calls if c.trains and c.model == call.model and not call.trains]
-            for name, number in [(x, batch) for x in call.after] + [(x, old) for x in updates if old >= 0]:
-                needed, here = f"{name} {number}", lanes[call.name]
-                if lanes[name] != here:
-                    copy = f"{needed} to {here}"
-                    tasks[copy] = Task(copy, f"{lanes[name]} to {here}", transfer, (), (needed,))
-                    needed = copy
-                needs.append(needed)
-            name = f"{call.name} {batch}"
-            tasks[name] = Task(name, lanes[call.name], call.seconds, (), tuple(needs))
+    for batch, call in product(range(batches), calls):
+        old, here, needs = batch - 1 - stale, lanes[call.name], []
+        updates = [c.name for c in calls if c.trains and c.model == call.model and not call.trains]
+        for name, number in [(x, batch) for x in call.after] + [(x, old) for x in updates if old >= 0]:
+            needs.append(f"{name} {number}")
+            if lanes[name] != here:
+                copy, way = f"{needs[-1]} to {here}", f"{lanes[name]} to {here}"
+                tasks[copy], needs[-1] = Task(copy, way, transfer, (), (needs[-1],)), copy
+        name = f"{call.name} {batch}"
+        tasks[name] = Task(name, here, call.seconds, (), tuple(needs))
     return list(tasks.values())
 
 
@@ -86,8 +68,8 @@ def longest_paths(tasks: Sequence[Task]) -> dict[str, Number]:
     """Of each task: the seconds from its start to the end of all, were there lanes enough."""
     paths: dict[str, Number] = {}
     for task in reversed(tasks):  # each comes after those it waits for
-        later = [paths[other.name] for other in tasks if task.name in other.after]
-        paths[task.name] = task.amount + max(later, default=0)
+        later = max((paths[other.name] for other in tasks if task.name in other.after), default=0)
+        paths[task.name] = task.amount + later
     return paths
 
 
@@ -101,25 +83,23 @@ def cycle_seconds(plans: Sequence[int], seconds: Table, moves: Table) -> Number:
     """Of calls in a circle, call i by plan plans[i]: seconds[i][plan], and moves[plan][next plan]."""
     require_ints(0, len(moves) - 1, plans=plans)
     require_nonnegative(seconds=seconds, moves=moves)
-    pairs = zip(plans, [*plans[1:], plans[0]])
-    return sum(row[plan] for row, plan in zip(seconds, plans)) + sum(moves[a][b] for a, b in pairs)
+    behind = [*plans[1:], plans[0]]
+    return sum(row[a] + moves[a][b] for row, a, b in zip(seconds, plans, behind))
 
 
 def realhf(seconds: Table, moves: Table, seed: int = 0) -> list[int]:
-    """The best plans, one per call, that a random walk passes: a worse one is accepted with exp(-more/T), T
-    falling from the longest call to a thousandth of it."""
+    """The best plans of a random walk: a worse one is accepted with exp(-more/T), T falling from the longest
+    call to a thousandth of it."""
     require_ints(0, seed=seed)
     if not all(isinstance(row, (list, tuple)) and len(row) == len(moves) for row in (*seconds, *moves)):
         raise ValueError("seconds and moves: use rows as long as there are plans, one per call and per plan")
-    draw, plans = random.Random(seed), [0] * len(seconds)
-    now = least = cycle_seconds(plans, seconds, moves)
+    draw, plans, cost = random.Random(seed), [0] * len(seconds), lambda x: cycle_seconds(x, seconds, moves)
     best, hot = plans, max(map(max, seconds)) or 1
     for step in range(2000):
-        call, tried = draw.randrange(len(plans)), [*plans]
-        tried[call] = draw.randrange(len(seconds[call]))
-        cost = cycle_seconds(tried, seconds, moves)
-        if cost <= now or draw.random() < math.exp((now - cost) / (hot * 0.001 ** (step / 2000))):
-            plans, now = tried, cost
-        if now < least:
-            best, least = plans, now
+        tried = [*plans]
+        tried[draw.randrange(len(plans))] = draw.randrange(len(moves))
+        more = cost(tried) - cost(plans)
+        if more <= 0 or draw.random() < math.exp(-more / (hot * 0.001 ** (step / 2000))):
+            plans = tried
+            best = min(best, plans, key=cost)
     return best

@@ -1,6 +1,6 @@
 """How much of each product goes to which device, where devices differ: Whale, AccPar, HAP. No torch.
 
-Whale    whole rows of a batch, or heads, by speed and within each memory: 12 rows at speeds 2, 1 are 8 and 4
+Whale    rows of a batch, or heads, by speed and within each memory: 12 rows at speeds 2, 1 are 8 and 4
 AccPar   y = x·W on two devices, the first with a share a of a dimension, the other with the rest:
              cut by     x         y         a sum, whose terms both exchange
              rows       rows      rows      dW
@@ -10,22 +10,24 @@ AccPar   y = x·W on two devices, the first with a share a of a dimension, the o
          one cut along the other dimension; gradients the other way round. a: both take equally long
 HAP      the same on n devices, a program that A* finds: what is to come takes at least its arithmetic. Sums
          are all-reduced; the rest is gathered, padded to the largest share, or by n broadcasts of n times
-         the latency. A linear program gives the shares in which that program is fastest; so in turns
+         the latency. Then the shares in which that program is fastest, and so on in turns
 
 Layers are those of search/problem.py, elements have 4 bytes. Jia et al. 2022, USENIX ATC (Whale); Song et al.
 2020, HPCA (AccPar); Zhang et al. 2024, EuroSys (HAP). Differs: Whale's shares are the best whole ones; AccPar
 takes the layer before as cut at the same share, by HAP's search; HAP has one share per device, no all-to-all.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
+from operator import truediv
 from typing import NamedTuple
 
 from minitrain.ranks import checks
-from minitrain.systems.plan.integer_program import IntegerProgram
 from minitrain.systems.plan.search.problem import Layer, SearchResult
 
+FINE = 1 << 50  # steps of a share
 CUTS = {"rows": ("rows", "rows"), "inputs": ("columns", "whole"), "outputs": ("whole", "columns")}
 
 
@@ -37,40 +39,24 @@ class Device(NamedTuple):
 
 
 def whale(total: int, speeds: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
-    """How many of `total` each device takes, at most most[i], so that max(count / speed) is least: one after
-    the other goes to who is done with it first."""
+    """How many of `total` each device takes, at most most[i]: those that would be done first."""
     checks.require_positive_ints(total=total)
     checks.require_positive(speeds=speeds)
     most = [total] * len(speeds) if most is None else most
     checks.require_ints(most=most)
     if len(most) != len(speeds) or sum(most) < total:
         raise ValueError(f"at most {list(most)} of {total}; give a limit for each device, {total} in all")
-    counts = [0] * len(speeds)
-    for _ in range(total):
-        free = [i for i, count in enumerate(counts) if count < most[i]]
-        counts[min(free, key=lambda i: (counts[i] + 1) / speeds[i])] += 1
-    return counts
-
-
-def equal_time(first: Callable[[float], float], second: Callable[[float], float]) -> float:
-    """The share a where first(a) = second(1 - a), by bisection; 0 or 1 where one is slower throughout."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if first(middle) < second(1 - middle) else (low, middle)
-    return low if high < 1 else high
-
-
-def lacks(has: str, needs: str, share: float) -> float:
-    """Of a tensor, a device with this share of it."""
-    return 0.0 if has in ("whole", needs) else 1 - share if needs == "whole" else share * (1 - share)
+    done = [(n / speed, i) for i, speed in enumerate(speeds) for n in range(1, min(most[i], total) + 1)]
+    return [sum(at == i for _, at in sorted(done)[:total]) for i in range(len(speeds))]
 
 
 def sizes(layer: Layer, rows: int, before: str | None, cut: str, share: float) -> tuple[int, list[float]]:
-    """Elements that are summed; those lacking of x, and of dx for the layer `before`."""
+    """Elements that are summed; those that a device with this share lacks of x, and of dx for `before`."""
+    part = lambda whole: 1 - share if whole == "whole" else share * (1 - share)
+    lacks = lambda has, needs: 0.0 if has in ("whole", needs) else part(needs)
     terms = {"rows": layer.weights, "inputs": rows * layer.gives, "outputs": rows * layer.takes}[cut]
     x, y = CUTS[cut][0], CUTS[before][1] if before else CUTS[cut][0]
-    return terms, [part * rows * layer.takes for part in (lacks(y, x, share), lacks(x, y, share))]
+    return terms, [lacks(*pair) * rows * layer.takes for pair in ((y, x), (x, y))]
 
 
 def accpar(layers: Sequence[Layer], rows: int, devices: Sequence[Device]) -> SearchResult:
@@ -84,9 +70,10 @@ def accpar(layers: Sequence[Layer], rows: int, devices: Sequence[Device]) -> Sea
             terms, lacking = sizes(layer, rows, before, cut, share)
             return 3 * layer.flops * rows * share / device.speed + 4 * (terms + sum(lacking)) / device.link
 
-        first, second = (lambda share, device=device: seconds(device, share) for device in devices)
-        share = equal_time(first, second)
-        return max(first(share), second(1 - share)), share
+        first, second = devices
+        behind = lambda i: seconds(first, i / FINE) - seconds(second, 1 - i / FINE)
+        share = bisect_left(range(FINE), 0, key=behind) / FINE
+        return max(seconds(first, share), seconds(second, 1 - share)), share
 
     found = synthesize(len(layers), lambda i, *cuts: (0.0, solved(layers[i], *cuts)[0]), guided=False)
     chosen = zip(layers, (None, *found.choice), found.choice)
@@ -122,16 +109,13 @@ def synthesize(layers: int, price: Callable, guided: bool = True) -> SearchResul
 
 
 def best_shares(work: float, padded_s: float, speeds: Sequence[float]) -> list[float]:
-    """That make work·max(share / speed) + padded_s·max(share) least. Needs scipy."""
+    """That make work·max(share / speed) + padded_s·max(share) least. The corners of this linear program are
+    shares by speed of which none is larger than that of some device."""
     checks.require_positive(speeds=speeds)
     checks.require_nonnegative(work=work, padded_s=padded_s)
-    program, shares, least = IntegerProgram(), [("free", i) for i in range(len(speeds))], min(speeds)
-    program.add(dict.fromkeys(shares, 1), 1, 1)
-    for share, speed in zip(shares, speeds):
-        program.add({("free", "slowest"): 1, share: -least / speed}, 0, inf)
-        program.add({("free", "largest"): 1, share: -1}, 0, inf)
-    found = program.values({("free", "slowest"): work / least, ("free", "largest"): padded_s})
-    return [float(found[share]) for share in shares]
+    cost = lambda shares: work * max(map(truediv, shares, speeds)) + padded_s * max(shares)
+    corners = [[min(speed, most) for speed in speeds] for most in speeds]
+    return min(([part / sum(corner) for part in corner] for corner in corners), key=cost)
 
 
 def hap(layers: Sequence[Layer], rows: int, devices: Sequence[Device], latency_s=0.0, guided=True) -> tuple:
@@ -147,6 +131,5 @@ def hap(layers: Sequence[Layer], rows: int, devices: Sequence[Device], latency_s
         if found and better.cost >= found[0].cost * (1 - 1e-9):
             return found
         found, pairs = (better, shares), zip((None, *better.choice), better.choice)
-        padding = sum(price(i, *pair)[2] for i, pair in enumerate(pairs))
-        work = 3 * rows * sum(layer.flops for layer in layers)
-        shares = best_shares(work, (len(devices) - 1) * padding / link, speeds)
+        padded_s = sum(price(i, *pair)[2] for i, pair in enumerate(pairs)) * (len(devices) - 1) / link
+        shares = best_shares(3 * rows * sum(layer.flops for layer in layers), padded_s, speeds)

@@ -1,4 +1,4 @@
-"""Which layers on which device, where devices and links differ: Pipe-Par, FusionAI, HPH, AMP. No torch.
+"""Which layers on which device, where devices and links differ. No torch.
 
 fastest_flow   the slowest stage or message as fast as it can be, for every set of devices and its last one
   Pipe-Par       a stage takes work / speed, a message bytes / the bandwidth of just these two devices
@@ -8,22 +8,34 @@ fastest_step   for stages in a given order: of the cuts that no other beats in s
   HPH            devices by speed / bandwidth, the largest first;  step = sum + (m - 1)·slowest stage
   AMP            every (dp, tp, rows of a microbatch), each with its best cut;  step = HPH's + gradients' sum.
                  A stage is as fast as its slowest device, a group as its slowest link
+DT-FM          pp stages of dp replicas, each of which sends G / dp bytes to each of its stage, twice; a path
+               through all stages, with replicas paired so that the slowest link is fastest; genetic: half
+               of a child's places are one parent's, the rest in the other's order; then swaps while they help
 
 Zhang et al. 2023 (PipePar), Neurocomputing 555; Tang et al. 2023, arXiv:2309.01172 (FusionAI); Duan et al.
-2022, IEEE Cluster (HPH); Li et al. 2022, arXiv:2210.07297 (AMP). Differs: fastest_step in the place of HPH's
-integer program; a message is a stage of its own; AMP keeps the devices in the order given.
+2022, IEEE Cluster (HPH); Li et al. 2022, arXiv:2210.07297 (AMP); Yuan et al. 2022, arXiv:2206.01288 (DT-FM).
+Differs: HPH without integer program; a message is a stage; AMP keeps devices in the order given; DT-FM
+enumerates pairings and paths, and looks at every swap.
 """
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from itertools import product
+from functools import cache
+from itertools import combinations, pairwise, permutations, product
 from math import inf
+from random import Random
 
 from minitrain.pipeline.partition import Partition, undominated
 from minitrain.ranks import checks
 from minitrain.systems.uneven.shares import Device
 
 CROSS = (False, True), (True, False)  # an edge into a run, and out of it
+# Of a graph, in order: its output's bytes go to each operator elsewhere that needs it, by number.
+Operator = namedtuple("Operator", "work bytes needs")
+# Of a layer: seconds of a row at speed 1, forward and backward, and of a microbatch besides; bytes.
+Part = namedtuple("Part", "row_s fixed_s activation weights")
+Layout = namedtuple("Layout", "seconds dp tp rows cut")  # rows of a microbatch
+Placement = namedtuple("Placement", "seconds gradients_s pipeline_s stages")  # stages in order
 
 
 def fastest_flow(layers: int, devices: int, stage: Callable, message: Callable = lambda *at: 0) -> Partition:
@@ -31,19 +43,17 @@ def fastest_flow(layers: int, devices: int, stage: Callable, message: Callable =
     device, first layer behind) are times. O(L^2 · 2^n · n^2) for n devices."""
     checks.require_positive_ints(layers=layers)
     checks.require_ints(1, 12, devices=devices)
-    states, whole = {(0, frozenset(), None): (-inf, ())}, []
-    while states:
-        longer = {}
-        for ((start, used, last), (high, stages)), device in product(states.items(), range(devices)):
-            before = max(high, message(last, device, start)) if stages else high
-            for end in range(start + 1, layers + 1) if device not in used else ():
-                run, key = range(start, end), (end, used | {device}, device)
-                slowest = max(before, stage(device, run))
-                if slowest < longer.get(key, (inf,))[0]:
-                    longer[key] = slowest, (*stages, (run, device))
-        whole += [found for (end, *_), found in longer.items() if end == layers]
-        states = {key: found for key, found in longer.items() if key[0] < layers}
-    return Partition(*min(whole, key=lambda found: (found[0], len(found[1]))))
+
+    @cache
+    def best(start: int, left: frozenset, last: int | None) -> tuple:  # of the layers and devices left
+        found = [] if start < layers else [(0, ())]
+        for device, end in product(left, range(start + 1, layers + 1)):
+            (high, behind), run = best(end, left - {device}, device), range(start, end)
+            arrives = message(last, device, start) if start else 0
+            found.append((max(high, arrives, stage(device, run)), ((run, device), *behind)))
+        return min(found, key=lambda one: (one[0], len(one[1])), default=(inf, ()))
+
+    return Partition(*best(0, frozenset(range(devices)), None))
 
 
 def pipepar(work: Sequence, sent: Sequence, speeds: Sequence, bandwidth: Sequence[Sequence]) -> Partition:
@@ -53,10 +63,6 @@ def pipepar(work: Sequence, sent: Sequence, speeds: Sequence, bandwidth: Sequenc
     checks.require_one_of([len(work)], sent=len(sent))
     seconds = lambda device, run: sum(work[run.start : run.stop]) / speeds[device]
     return fastest_flow(len(work), len(speeds), seconds, lambda a, b, at: sent[at - 1] / bandwidth[a][b])
-
-
-# of a graph, in order: its output's bytes go to each operator elsewhere that needs it, by number
-Operator = namedtuple("Operator", "work bytes needs")
 
 
 def fusionai(graph: Sequence[Operator], devices: Sequence[Device]) -> Partition:
@@ -74,20 +80,20 @@ def fusionai(graph: Sequence[Operator], devices: Sequence[Device]) -> Partition:
 
 def fastest_step(layers: int, stages: int, m: int, stage: Callable) -> Partition:
     """stage(s, run) -> (times that are stages of m microbatches, seconds once a step: the longest counts)."""
-    checks.require_positive_ints(layers=layers, stages=stages, m=m)
+    checks.require_positive_ints(layers=layers, m=m)
     checks.require_ints(1, layers, stages=stages)  # each has layers
-    best = {0: [((0, 0, 0), ())]}
-    for s in range(stages):
-        longer: dict[int, list] = {}
-        for start, end in product(best, range(1, layers + 1)):
-            if start < end and (end == layers) == (s == stages - 1):
-                times, once = stage(s, range(start, end))
-                longer.setdefault(end, []).extend(
-                    ((total + sum(times), max(slowest, *times), max(last, once)), (*runs, range(start, end)))
-                    for (total, slowest, last), runs in best[start]
-                )
-        best = {end: undominated(points) for end, points in longer.items()}
-    steps = [(total + (m - 1) * slow + last, runs) for (total, slow, last), runs in best[layers]]
+
+    @cache
+    def best(s: int, start: int) -> list[tuple]:  # ((sum, slowest, last), runs) of the stages from s on
+        found = [((0, 0, 0), ())] if (s, start) == (stages, layers) else []
+        for run in (range(start, end) for end in range(start + 1, layers + 1) if s < stages):
+            times, once = stage(s, run)
+            for (total, slowest, last), runs in best(s + 1, run.stop):
+                costs = total + sum(times), max(slowest, *times), max(last, once)
+                found.append((costs, (run, *runs)))
+        return undominated(found)
+
+    steps = [(total + (m - 1) * slow + last, runs) for (total, slow, last), runs in best(0, 0)]
     return Partition(*min(steps, key=lambda step: step[0]))
 
 
@@ -104,11 +110,6 @@ def hph(work: Sequence, sent: Sequence, speeds: Sequence, bandwidths: Sequence, 
         return (sum(work[run.start : run.stop]) / speeds[order[s]], message), 0
 
     return order, fastest_step(len(work), len(speeds), m, stage)
-
-
-# of a layer: seconds of a row at speed 1, forward and backward, and of a microbatch besides; bytes
-Part = namedtuple("Part", "row_s fixed_s activation weights")
-Layout = namedtuple("Layout", "seconds dp tp rows cut")  # rows of a microbatch
 
 
 def ring_s(size: float, devices: Sequence[Device]) -> float:
@@ -139,3 +140,36 @@ def amp(parts: Sequence[Part], devices: Sequence[Device], batch: int) -> list[La
             step = fastest_step(len(parts), len(blocks), batch // (dp * rows), stage)
             found.append(Layout(step.time, dp, tp, rows, step.stages))
     return sorted(found)
+
+
+def placement(stages: Sequence[tuple], seconds: Callable, gradients: float, activations: float) -> Placement:
+    """Of a partition, with the best order of its stages."""
+    checks.require_nonnegative(gradients=gradients, activations=activations)
+    sends = lambda a, s: sum(2 * seconds(a, b, gradients / len(s)) for b in s if a != b)
+    message = cache(lambda a, b: 2 * seconds(a, b, activations))
+    paired = cache(lambda s, t: min(max(map(message, s, order)) for order in permutations(t)))
+    length = lambda order: sum(paired(*sorted(pair)) for pair in pairwise(order))
+    order, slowest = min(permutations(stages), key=length), max(sends(a, s) for s in stages for a in s)
+    return Placement(slowest + length(order), slowest, length(order), order)
+
+
+def dt_fm(dp: int, pp: int, seconds: Callable, gradients: float, activations: float, seed=0, children=30):
+    """The best Placement looked at, for `gradients` bytes of a stage and `activations` of a microbatch."""
+    checks.require_ints(1, 6, dp=dp, pp=pp)  # pairings, paths
+    checks.require_ints(0, 10**4, seed=seed, children=children)
+    draw, devices = Random(seed), range(dp * pp)
+    known = cache(lambda stages: placement(stages, seconds, gradients, activations))
+    price = lambda x: known(tuple(sorted(tuple(sorted(x[i : i + dp])) for i in devices[::dp])))
+
+    def improved(order: list[int]) -> list[int]:
+        swapped = lambda i, j: [order[{i: j, j: i}.get(at, at)] for at in devices]
+        best = min((swapped(*pair) for pair in combinations(devices, 2)), key=price, default=order)
+        return improved(best) if price(best) < price(order) else order
+
+    population = [improved(draw.sample(devices, len(devices))) for _ in range(4)]
+    for _ in range(children):
+        (a, b), places = draw.sample(population, 2), draw.sample(devices, len(devices) // 2)
+        rest = iter([device for device in b if device not in {a[i] for i in places}])
+        child = improved([a[i] if i in places else next(rest) for i in devices])
+        population = sorted([*population, child], key=price)[:4]
+    return price(min(population, key=price))

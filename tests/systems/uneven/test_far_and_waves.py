@@ -10,8 +10,8 @@ from torch import nn
 
 from minitrain import collectives, launch
 from minitrain.systems.data_parallel.parameter_server import Worker, serve
-from minitrain.systems.uneven.far_apart import dt_fm, sdpipe
-from minitrain.systems.uneven.waves import staleness, train, waves
+from minitrain.systems.uneven.stage_devices import dt_fm
+from minitrain.systems.uneven.unequal_ranks import sdpipe, staleness, train, waves
 from tests.parallel import TOLERANCE
 
 

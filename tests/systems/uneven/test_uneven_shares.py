@@ -6,9 +6,10 @@ from functools import cache
 from itertools import pairwise, product
 from random import Random
 
+import numpy
 import pytest
 import torch
-from scipy.optimize import minimize_scalar
+from scipy.optimize import linprog, minimize_scalar
 
 from minitrain import collectives, launch
 from minitrain.compose.parallelize import parallelize
@@ -19,7 +20,7 @@ from minitrain.plan.strategy import Strategy
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.plan.search.problem import linear
 from minitrain.systems.uneven.shares import CUTS, Device, accpar, best_shares, hap, priced, synthesize, whale
-from minitrain.systems.uneven.uneven_parts import rows_by, split_block
+from minitrain.systems.uneven.unequal_ranks import rows_by, split_block
 from tests.parallel import TOLERANCE, Outcome, Problem, difference, one_process, rows_of_problem, small
 
 
@@ -106,11 +107,9 @@ def test_hap():
         devices = [Device(draw.choice([1e9, 2e9, 4e9]), 2e8) for _ in range(3)]
         latency_s = draw.choice([0.0, 1e-3, 1e-2])
         found, shares = hap(layers, rows, devices, latency_s)
-        price = lambda i, before, cut, shares=shares: priced(
-            layers[i], rows, before, cut, devices, latency_s, shares
-        )
-        total = lambda cuts, *shares: sum(
-            sum(price(i, *at, *shares)[:2]) for i, at in enumerate(zip((None, *cuts), cuts))
+        price = lambda i, *at, shares=shares: priced(layers[i], rows, *at, devices, latency_s, shares)
+        total = lambda cuts, shares=shares: sum(
+            sum(price(i, *at, shares=shares)[:2]) for i, at in enumerate(zip((None, *cuts), cuts))
         )
         plain = synthesize(5, price, guided=False)
         assert plain.cost == pytest.approx(found.cost) == min(map(total, product(CUTS, repeat=5)))
@@ -118,8 +117,11 @@ def test_hap():
         grid = [(a / 10, b / 10, (10 - a - b) / 10) for a in range(1, 9) for b in range(1, 10 - a)]
         assert found.cost <= min(total(found.choice, other) for other in grid) * (1 + 1e-6)
     assert states_left[0] < states_left[1]
-    assert best_shares(1.0, 0.0, [3, 2, 1]) == pytest.approx([1 / 2, 1 / 3, 1 / 6])
-    assert best_shares(0.0, 1.0, [3, 2, 1]) == pytest.approx([1 / 3] * 3)
+    for padded_s in (0.0, 0.3, 0.7, 1.5, 9.0):  # by scipy: shares a, b, c, the latest end, the largest share
+        ends = numpy.repeat([[-1, 0], [0, -1]], 3, axis=0)
+        above = numpy.hstack([numpy.vstack([numpy.diag([1 / 3, 1 / 2, 1]), numpy.eye(3)]), ends])
+        least = linprog([0, 0, 0, 1, padded_s], above, [0] * 6, [[1, 1, 1, 0, 0]], [1])
+        assert best_shares(1.0, padded_s, [3, 2, 1]) == pytest.approx(list(least.x[:3]))
     config, speeds = small(d_model=24, num_heads=6, num_kv_heads=6, d_ff=24), (3, 2, 1)
     x = torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
