@@ -22,7 +22,6 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations, pairwise, permutations, product
-from math import inf
 from random import Random
 
 from minitrain.pipeline.partition import Partition, undominated
@@ -39,21 +38,23 @@ Placement = namedtuple("Placement", "seconds gradients_s pipeline_s stages")  # 
 
 
 def fastest_flow(layers: int, devices: int, stage: Callable, message: Callable = lambda *at: 0) -> Partition:
-    """`stages`: (run, device) of each; a device may stay without. stage(device, run) and message(device,
+    """`stages`: (run, device) of each, as few as can be. stage(device, run) and message(device,
     device, first layer behind) are times. O(L^2 · 2^n · n^2) for n devices."""
     checks.require_positive_ints(layers=layers)
     checks.require_ints(1, 12, devices=devices)
 
     @cache
-    def best(start: int, left: frozenset, last: int | None) -> tuple:  # of the layers and devices left
-        found = [] if start < layers else [(0, ())]
+    def best(start: int, left: frozenset, last: int | None) -> list[tuple]:  # ((slowest, count), stages)
+        found = [] if start < layers else [((0, 0), ())]
         for device, end in product(left, range(start + 1, layers + 1)):
-            (high, behind), run = best(end, left - {device}, device), range(start, end)
-            arrives = message(last, device, start) if start else 0
-            found.append((max(high, arrives, stage(device, run)), ((run, device), *behind)))
-        return min(found, key=lambda one: (one[0], len(one[1])), default=(inf, ()))
+            arrives, run = message(last, device, start) if start else 0, range(start, end)
+            here = max(arrives, stage(device, run))
+            for (high, count), behind in best(end, left - {device}, device):
+                found.append(((max(high, here), count + 1), ((run, device), *behind)))
+        return undominated(found)
 
-    return Partition(*best(0, frozenset(range(devices)), None))
+    (slowest, _), stages = best(0, frozenset(range(devices)), None)[0]
+    return Partition(slowest, stages)
 
 
 def pipepar(work: Sequence, sent: Sequence, speeds: Sequence, bandwidth: Sequence[Sequence]) -> Partition:
