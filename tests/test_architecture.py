@@ -50,7 +50,7 @@ NO_TORCH = (
     "ranks.checks", "ranks.tables", "plan", "systems.plan", "systems.simulate",
     "systems.annotate.annotators", "systems.communication.algorithms",
     "systems.communication.chunk_schedule", "systems.communication.cost_model", "systems.network",
-    "systems.kernels.tiles", "systems.kernels.roofline", "systems.kernels.roller", "systems.kernels.multistage",
+    "systems.kernels.tiles", "systems.kernels.roofline", "systems.kernels.roller",
     "systems.kernels.tile_chains", "systems.uneven.shares", "systems.uneven.stage_devices",
     "course.plot.charts",
     "course.plot.pipeline_charts", "course.plot.plan_widget", "course.plot.style", "model.config",

@@ -53,8 +53,7 @@ def operators(events: Iterable[Event], device: Device, dtype: str = "bfloat16") 
             one = roof(event.flops, event.bytes, device, event.dtype or dtype, event.name)
             at = one.name, one.limit, one.peak
             old = total.get(at, one._replace(calls=0, flops=0, bytes=0))
-            more = old.calls + 1, old.flops + one.flops, old.bytes + one.bytes
-            total[at] = one._replace(calls=more[0], flops=more[1], bytes=more[2])
+            total[at] = Roof(one.name, old.calls + 1, old.flops + one.flops, old.bytes + one.bytes, *one[4:])
     return sorted(total.values(), key=lambda one: -one.seconds)
 
 

@@ -13,9 +13,10 @@ are as long as fast memory allows. Zheng et al. 2023 (Chimera), HPCA, section IV
 (Welder), OSDI, section 3. Differs: sizes of blocks are powers of two, tried out, not solved for; one level.
 """
 
+from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations, product
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_positive, require_positive_ints
@@ -34,6 +35,8 @@ class Operator(NamedTuple):
 PAIR = (Operator(("C", "ml"), {"A": "mk", "B": "kl"}), Operator(("E", "mn"), {"C": "ml", "D": "ln"}))
 MLP = (PAIR[0], Operator(("G", "ml"), {"C": "ml"}), Operator(("E", "mn"), {"G": "ml", "D": "ln"}))
 Chain = Sequence[Operator]
+# Operators in one kernel: elements that go to it and come from it, its order, its blocks' sizes.
+Group = namedtuple("Group", "moved order block outputs")
 
 
 def finished(chain: Chain) -> list[frozenset[str]]:
@@ -90,46 +93,32 @@ def _check(order: str, counts: Mapping[str, int]) -> None:
         raise ValueError(f"order={order!r}: name each of {', '.join(sorted(counts))} once")
 
 
-class Group(NamedTuple):
-    """Operators in one kernel: elements that go to it and come from it, its order, and its blocks' sizes."""
-
-    moved: int
-    order: str
-    block: dict[str, int]
-    outputs: tuple[str, ...]
-
-
 def fused(chain: Chain, sizes: Mapping[str, int], fast_elements: int, least: int = 16) -> Group | None:
     """The chain in one kernel: the least traffic of all orders and blocks of 16, 32, .. or a whole axis of
     which one of every array fits; None if none does."""
     require_positive_ints(1 << 20, least=least, **sizes)
     arrays = [array for one in chain for array in (one.output, *one.inputs.items())]
-    ways, best = orders(chain), None
-    loops = ways[0]
-    steps = [[min(least << i, sizes[loop]) for i in range(sizes[loop].bit_length())] for loop in loops]
-    for chosen in product(*(sorted(set(options)) for options in steps)):
-        block = dict(zip(loops, chosen))
+    best, outputs = None, tuple(one.output[0] for one in chain)
+    steps = {at: {min(least << i, n) for i in range(n.bit_length())} for at, n in sizes.items()}
+    loops = orders(chain)[0]
+    for block in (dict(zip(loops, chosen)) for chosen in product(*(sorted(steps[at]) for at in loops))):
         size = {array: prod(block[loop] for loop in axes) for array, axes in arrays}
-        if sum(size.values()) <= fast_elements:
-            counts = {loop: -(-sizes[loop] // block[loop]) for loop in loops}
-            for order in ways:
-                moved = sum(n * size[array] for array, n in volume(chain, order, counts).items())
-                if best is None or moved < best.moved:
-                    best = Group(moved, order, block, tuple(one.output[0] for one in chain))
+        counts = {loop: -(-sizes[loop] // block[loop]) for loop in loops}
+        for order in orders(chain) if sum(size.values()) <= fast_elements else ():
+            moved = sum(n * size[array] for array, n in volume(chain, order, counts).items())
+            if best is None or moved < best.moved:
+                best = Group(moved, order, block, outputs)
     return best
 
 
 def welder(chain: Chain, sizes: Mapping[str, int], fast_elements: int) -> list[Group]:
     """The chain cut into fused groups that move least together. Raises ValueError if nothing fits."""
     require_positive(fast_elements=fast_elements)
-    best: list[list[Group] | None] = [[]]
+    best: list[tuple[float, list[Group]]] = [(0, [])]  # of the first operators
     for end in range(1, len(chain) + 1):
-        options = []
-        for start in range(end):
-            group = fused(chain[start:end], sizes, fast_elements)
-            if group and best[start] is not None:
-                options.append([*best[start], group])
-        best.append(min(options, key=lambda groups: sum(one.moved for one in groups), default=None))
-    if best[-1] is None:
+        found = [(*one, fused(chain[start:end], sizes, fast_elements)) for start, one in enumerate(best)]
+        options = [(moved + last.moved, [*groups, last]) for moved, groups, last in found if last]
+        best.append(min(options, key=lambda one: one[0], default=(inf, [])))
+    if best[-1][0] == inf:
         raise ValueError(f"no block of 16 along each loop fits {fast_elements:,} elements; give more")
-    return best[-1]
+    return best[-1][1]

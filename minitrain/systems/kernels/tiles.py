@@ -4,25 +4,27 @@
     traffic(lines(points(64, "ijk"), 64, 8), 128 * 8)    element by element: 33,280 lines of 8
 
 For the first 9 blocks of C the row-major order touches 9 + 81 blocks of A and B, three rows of a group 27 +
-27: the program id alone decides (`grouped`; triton_kernels has the same four lines). Element by element
-all orders of the three loops and all tilings have the same result, and a cache of 128 lines loads for 64^3
+27: the program id alone decides (`grouped`). All orders of the three loops and all tilings have the same
+result, and a cache of 128 lines loads for 64^3
 
     ijk  64² / 8 + 64³ / 8 = 33,280        jki  2 · 64³ + 64² - 64² / 8 = 527,872        in tiles of 16  4,768
 
-Sizes are bytes, or any unit that tiles and cache share. The cache is fully associative and forgets what was
-used longest ago; a first write loads nothing, what was written is stored when it is forgotten or at the end.
+Sizes are in any unit that tiles and cache share. The cache is fully associative and forgets what was used
+longest ago; a first write loads nothing, what was written is stored when it is forgotten or at the end.
 Tillet et al. 2019 (Triton), MAPL, and its tutorial on products; Ragan-Kelley et al. 2013 (Halide), PLDI;
 Chen et al. 2018, arXiv:1802.04799 (TVM), section 4. Differs: schedules are given, not searched; one level of
 cache, no prefetching.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 from minitrain.ranks.checks import require_ints, require_one_of, require_positive, require_positive_ints
 
+# Sizes that went between cache and slow memory, and touches that found their tile in the cache.
+Moved = namedtuple("Moved", "loaded stored hits")
 ORDERS = ("ijk", "ikj", "jik", "jki", "kij", "kji")
 
 
@@ -31,14 +33,6 @@ class Touch(NamedTuple):
     tile: tuple[int, ...] | int
     size: int = 1
     writes: bool = False
-
-
-class Moved(NamedTuple):
-    """Sizes that went between cache and slow memory, and touches that found their tile in the cache."""
-
-    loaded: int
-    stored: int
-    hits: int
 
 
 def traffic(touches: Iterable[Touch], cache: float) -> Moved:
@@ -50,8 +44,7 @@ def traffic(touches: Iterable[Touch], cache: float) -> Moved:
         at = array, tile
         if at in lines:
             hits += 1
-            lines[at] = size, writes or lines[at][1]
-            lines.move_to_end(at)
+            lines[at] = size, lines.pop(at)[1] or writes  # at the end now
             continue
         if at in known or not writes:
             loaded += size

@@ -35,7 +35,7 @@ from minitrain.plan.simulate.machines import machine
 from minitrain.ranks.events import Compute, Issue, Wait
 from minitrain.systems.communication.algorithms import double_binary_tree, inner
 from minitrain.systems.context.balanced import balanced, unbalanced
-from minitrain.systems.kernels.multistage import pipelined
+from minitrain.systems.kernels.roller import pipelined
 from minitrain.systems.kernels.tiles import matmul_tiles
 from minitrain.systems.memory.chain_plan import every
 from minitrain.systems.plan import stage_memory

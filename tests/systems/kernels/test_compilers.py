@@ -6,8 +6,7 @@ import random
 import pytest
 
 from minitrain.attention.flash import flash_traffic, tile_sizes
-from minitrain.systems.kernels.multistage import pipelined
-from minitrain.systems.kernels.roller import A100, Core, roller, tile_seconds
+from minitrain.systems.kernels.roller import A100, Core, pipelined, roller, tile_seconds
 from minitrain.systems.kernels.tile_chains import MLP, PAIR, blocks, fused, orders, volume, welder
 from minitrain.systems.kernels.tiles import traffic
 
