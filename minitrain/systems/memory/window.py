@@ -247,8 +247,8 @@ class LayerWindow:
 
 
 class LayerToLayer(LayerWindow):
-    """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets .grad of host parameters.
-    `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
+    """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets host parameters' .grad, or updates
+    them. `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):
         require_one_of(("device", "host"), stash=stash)
@@ -263,8 +263,9 @@ class LayerToLayer(LayerWindow):
         loss = self._pass(inputs, lambda y, u: self.loss_fn(y, targets[u]), on_host=self.on_host)
         self._engine.clear()
         for number, params in self._params.items():
-            for param, grad in zip(params, views(self._home[number].grad, params)):
-                param.grad = grad
+            grad = self._home[number].grad  # none if the host has made its update
+            for param, place in zip(params, views(grad, params) if grad is not None else ()):
+                param.grad = place
         return loss
 
 

@@ -82,14 +82,10 @@ def test_chimera_compiler():
                 m, l, n, k = (place[order.index(loop)] for loop in "mlnk")
                 again = order.index("n") > order.index("k") and n > 0  # C of this m, l is there already
                 complete = k == counts["k"] - 1
-                for array, tile in [("A", (m, k)), ("B", (k, l))] * (not again) + [
-                    ("D", (l, n)),
-                    ("E", (m, n)),
-                ] * complete:
+                first, second = dict(A=(m, k), B=(k, l)), dict(D=(l, n), E=(m, n))
+                for array, tile in ((first if not again else {}) | (second if complete else {})).items():
                     if at.get(array) != tile:
-                        moved[array] += 1 + (
-                            array == "E" and (array, tile) in seen
-                        )  # stored, and back before
+                        moved[array] += 1 + (array == "E" and (array, tile) in seen)  # and back before
                         at[array] = tile
                         seen.add((array, tile))
             touches = list(blocks(PAIR, order, counts))

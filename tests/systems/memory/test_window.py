@@ -363,6 +363,14 @@ def test_l2l():
         test_gradients_are_those_of_the_plain_model_to_the_bit(depth, 2, "host")
         assert max(live["parameters"] for _, live in step(depth).timeline()) == 2 * LAYER_BYTES
     test_bytes_over_the_link_do_not_depend_on_microbatches(microbatches=4, depth=7)
+    layers, data = stack(4), batch(3)
+    plain, run = copy.deepcopy(layers), LayerToLayer(layers, loss_fn)
+    run.update_on_host(lambda params: torch.optim.SGD(params, lr=0.01))
+    for _ in range(3):
+        loss, grads = of_plain(plain, *data)
+        assert torch.equal(run(*data), loss)
+        for param, grad in zip(nn.ModuleList(plain).parameters(), grads):
+            param.data -= 0.01 * grad
 
 
 @pytest.mark.parametrize("depth", [1, 4, 7])

@@ -142,13 +142,10 @@ def test_hap():
         grads, flops = zip(*launch.run(trained, heads, ranks=3))
         for name, whole in wanted.items():
             parts = [each[name] for each in grads]
-            cut = [
-                dim for dim in range(whole.dim()) if sum(part.size(dim) for part in parts) == whole.size(dim)
-            ]
-            assert all(
-                (part - whole).abs().max() < TOLERANCE
-                for part in ([torch.cat(parts, cut[0])] if cut else parts)
-            )
+            size = lambda dim: sum(part.size(dim) for part in parts)
+            cut = [dim for dim in range(whole.dim()) if size(dim) == whole.size(dim)]
+            joined = [torch.cat(parts, cut[0])] if cut else parts
+            assert all((part - whole).abs().max() < TOLERANCE for part in joined)
         assert sum(flops) == all_flops
         slowest.append(max(map(Fraction, flops, speeds)))
     assert slowest == [Fraction(all_flops, 3), Fraction(all_flops, 6)]
