@@ -247,8 +247,8 @@ class LayerWindow:
 
 
 class LayerToLayer(LayerWindow):
-    """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets host parameters' .grad, or updates
-    them. `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss is the sum over all."""
+    """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets .grad of host parameters, or
+    updates them. `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss, over all."""
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):
         require_one_of(("device", "host"), stash=stash)
