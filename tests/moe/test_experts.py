@@ -79,16 +79,15 @@ def test_flops_are_those_of_the_rows_and_of_what_was_padded():
 
 @pytest.mark.parametrize("block", [1, 3, 16])
 def test_megablocks(block):
-    """No row is dropped, each expert has less than a block of zeros whatever the load, and that bound is reached;
-    the grouped product gives as many rows, each that of the dense loop."""
+    """No row is dropped, each expert multiplies less than a block of zeros whatever the load, and that bound is
+    reached; the grouped product multiplies none, and each row is that of the dense loop."""
     for sizes in (*SIZES.values(), [1] * E, [block] * E, [100, 0, 0, 0, 1]):
-        room = experts.whole_blocks(sizes, block)
-        assert all(size % block == 0 for size in room)
-        padding = sum(room) - sum(sizes)
-        assert 0 <= padding <= E * (block - 1)
-        assert padding == E * (block - 1) or sizes != [1] * E
         rows, up, down, _ = drawn(sum(sizes), False)
-        y = experts.blocked(rows, torch.tensor(sizes), up, down, block=block)
+        with Ledger() as ledger:
+            y = experts.blocked(rows, torch.tensor(sizes), up, down, block=block)
+        multiplied, rest = divmod(ledger.flops, 2 * 2 * D * WIDE)
+        assert rest == multiplied % block == 0 <= multiplied - sum(sizes) <= E * (block - 1)
+        assert multiplied == E * block or sizes != [1] * E
         wanted = by_row(rows, sizes, up, down, F.gelu, None)
         close([y, experts.grouped(rows, torch.tensor(sizes), up, down)], [wanted, wanted])
 
@@ -264,17 +263,20 @@ def test_through_indices_equals_copies_of_rows(case, gated):
 
 @pytest.mark.parametrize("weighed", [False, True])
 def test_scattermoe(weighed):
-    """Kept are k·T·D elements less, the copies of the tokens; and as many again, the results, if weights learn."""
+    """Kept are k·T·D elements less, the copies of the tokens; and as many again, the results, if weights learn. Nor
+    are the copies made: the peak is lower by as many at least."""
     x, up, down, gate = drawn(TOKENS, True)
     held, k = Held(up, down, gate), 3
-    kept, results = [], []
+    kept, results, peaks = [], [], []
     for layer in (gathered, scattered):
-        with SavedTensors(held) as saved:
+        with SavedTensors(held) as saved, Ledger() as ledger:
             scores = x @ torch.ones(D, E, dtype=x.dtype, requires_grad=True)  # the router keeps x, in both
             routing = router.top_k(scores, k)
             weights = routing.weights if weighed else routing.weights.detach()
             y = layer(x, Dispatch(routing), weights, *held.matrices[:2], F.silu, held.matrices[2])
         results.append([y])
         kept.append(sum(s.bytes for s in saved.saved if s.dtype == x.dtype))
+        peaks.append(ledger.peak_bytes)
     assert kept[0] - kept[1] == (1 + weighed) * k * TOKENS * D * 8
+    assert peaks[0] - peaks[1] >= k * TOKENS * D * 8
     close(*results)

@@ -100,16 +100,7 @@ def launched(ranks):
     return launch.run(on_a_rank, ranks=ranks)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", GRIDS)
-def test_equals_flat_dispatch(ranks, case):
-    for nodes, size in GRIDS[ranks]:
-        assert max(rank[nodes, size, case][0] for rank in launched(ranks)) < 1e-12
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", GRIDS)
-def test_in_parts_the_levels_overlap_and_the_same_travels(ranks, case):
+def in_parts_the_levels_overlap_and_the_same_travels(ranks, case):
     """But for the counts of two more parts, a number for each other node."""
     for nodes, size in GRIDS[ranks]:
         for rank in launched(ranks):
@@ -127,7 +118,8 @@ def test_something_else_is_done_while_rows_and_gradients_cross_each_way():
 @pytest.mark.parametrize("ranks", GRIDS)
 def test_cross_node_a2a(ranks, case):
     """What crosses is a copy per (token, other node), and one row back, from the routing table itself: at most 4 of a
-    token that visits 8 experts. The result is that of the flat all-to-all."""
+    token that visits 8 experts. The result is that of the flat all-to-all. In parts the levels work side by side."""
+    in_parts_the_levels_overlap_and_the_same_travels(ranks, case)
     for nodes, size in GRIDS[ranks]:
         outcomes = [rank[nodes, size, case] for rank in launched(ranks)]
         assert max(differs for differs, *_ in outcomes) < 1e-12
