@@ -84,18 +84,17 @@ def launched(ranks):
 
 @pytest.mark.parametrize("ranks", GRIDS)
 def test_janus(ranks):
-    """Equal to tokens that travel: results, gradients of tokens, router and experts. The check of the atlas's row
-    asks for the bytes, too, and where pulling is cheaper."""
+    """Equal to tokens that travel: results, gradients of tokens, router and experts; the bytes are those of the experts
+    that are pulled, each behind the work of the one before, and where pulling is cheaper the rule says."""
     for case in CASES:
         for nodes, g in GRIDS[ranks]:
             assert max(rank[nodes, g, case][0] for rank in launched(ranks)) < 1e-12
-        test_bytes_are_the_experts_that_are_pulled(ranks, case)
+        bytes_are_the_experts_that_are_pulled(ranks, case)
     test_pulling_is_cheaper_where_the_rule_says_so()
+    test_the_next_expert_is_on_its_way_while_one_computes()
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", GRIDS)
-def test_bytes_are_the_experts_that_are_pulled(ranks, case):
+def bytes_are_the_experts_that_are_pulled(ranks, case):
     """Twice out, once home: per expert and rank that wants it, or per node on the slow axis."""
     for nodes, g in GRIDS[ranks]:
         outcomes = [rank[nodes, g, case] for rank in launched(ranks)]
