@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from minitrain import collectives, launch
 from minitrain.moe import experts, router
 from minitrain.moe.dispatch import Dispatch
-from minitrain.ranks.events import Issue
+from minitrain.ranks.events import Issue, Wait
 from minitrain.ranks.ledger import Ledger
 from minitrain.ranks.mesh import Mesh
 from minitrain.systems.moe import move_experts
@@ -155,12 +155,12 @@ def test_two_experts_live_at_most_and_one_more_where_it_is_shared(g, ranks, most
 def test_the_next_expert_is_on_its_way_while_one_computes():
     for _, _, _, events in measured(1, 4):
         order = "".join(
-            "e" if isinstance(e, Issue) else "p"
+            "e" if isinstance(e, Issue) else "w" if isinstance(e, Wait) else "p"
             for e in events
-            if isinstance(e, Issue) or getattr(e, "flops", 0)
+            if isinstance(e, (Issue, Wait)) or getattr(e, "flops", 0)
         )
         # who wants what; of the rank's own 3 the last computes behind the first pull, and so on to the last one
-        assert order == "ee" + "pp" * 2 + "eepp" * 9 + "pp"
+        assert order == "ewew" + "pp" * 2 + "eeppww" * 9 + "pp"
 
 
 # ---- when is it worth it ---------------------------------------------------------------------------------
