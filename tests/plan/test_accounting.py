@@ -16,6 +16,7 @@ from minitrain.model.config import ExpertsConfig, GPTConfig, presets
 from minitrain.model.data.batches import random_tokens
 from minitrain.model.gpt import GPT, Block, cross_entropy_sum
 from minitrain.model.layers import LatentAttention, RMSNorm, causal_attention, naive_attention
+from minitrain.model.mixture import mixtures
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.accounting import (
     activation_bytes,
@@ -229,6 +230,15 @@ def test_deepspeed_moe():
         model = GPT(GPTConfig(**shape, experts=residual), device="meta")
         assert sum(param.numel() for param in model.parameters()) == parameters(model.config)
         assert model.config.experts.blocks(24) == list(range(2, 25, 2))
+    shape |= dict(vocab_size=32, d_model=16, num_layers=4, num_heads=2, max_positions=8)
+    experts = replace(residual, num_experts=2, pyramid_layers=1, pyramid_experts=4)
+    few, many = mixtures(GPT(GPTConfig(**shape, experts=experts), dtype=torch.float64).layers)
+    assert [len(layer.experts.up) for layer in (few, many)] == [2, 4]
+    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight, best = (x @ many.router.weight.mT).softmax(-1).max(-1)
+    hidden = torch.nn.functional.gelu(x[:, None] @ many.experts.up[best])
+    wanted = many.shared(x) + weight[:, None] * (hidden @ many.experts.down[best])[:, 0]
+    assert torch.allclose(many(x[None], torch.arange(8))[0], wanted, atol=1e-12, rtol=0), "beside the MLP"
 
 
 @pytest.mark.parametrize("name", ["tiny-moe", "shared", "every other"])
