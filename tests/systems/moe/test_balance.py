@@ -17,6 +17,7 @@ from minitrain.systems.plan import expert_placement as plan
 from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
 from tests.parallel import Traffic
 from tests.systems.moe import test_two_level
+from tests.systems.plan import test_expert_placement
 
 N, D, WIDE, E, WORD = 40, 5, 11, 8, 8  # 2·D·WIDE = 110: three slices of it are unequal
 W = 2 * D * WIDE
@@ -389,8 +390,9 @@ def test_fastermoe(ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_flexmoe(ranks):
     """Five steps: owners alone, replicas for three, then an expert moves. Weights are torch's AdamW's in one
-    process, and replicas equal each other bit by bit. Zipf loads end below 1.1 after two primitives an expert at most.
-    """
+    process, and replicas equal each other bit by bit. Zipf loads end below 1.1 after two primitives an expert at most;
+    when another expert is hot, the old one shrinks."""
+    test_expert_placement.test_flexmoe_takes_replicas_back_when_the_load_moves()
     heat, owners = [10_000 // (e + 1) for e in range(E)], plan.owners(E, ranks)
     steps = plan.flexmoe(heat, owners, ranks, slots=E // ranks + 2)
     both = owners, plan.applied(owners, steps)

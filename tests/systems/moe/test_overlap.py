@@ -409,6 +409,7 @@ def test_a_pair_equals_one_after_the_other_in_one_process(ranks, how):
 @pytest.mark.parametrize("how", ["turns", "weights"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_all_to_all_of_a_pair_is_in_flight_behind_a_product_of_the_other(ranks, how):
+    test_a_pair_equals_one_after_the_other_in_one_process(ranks, how)
     for rank in paired(ranks):
         found = rank[how][3]
         assert found.count("blocking") == LAYERS  # the counts of the forward

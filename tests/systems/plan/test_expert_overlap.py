@@ -97,6 +97,7 @@ BACKWARD = [(4, 6, 10)] * 5 + [(40, 0, 0)]  # layers, then the embedding: (compu
 
 def test_lina():
     """Shared, an all-to-all takes twice as long; first in line, as long as alone; all-reduces end in time anyway."""
+    test_a_whole_all_reduce_does_not_give_way()
     shared = overlap.lina(BACKWARD, "share")
     assert shared.all_to_all_s == [12] * 5 and shared.end_s == 5 * (4 + 12) + 40
     first = overlap.lina(BACKWARD, "priority", Fraction(1, 2))

@@ -107,7 +107,10 @@ def searches():
 
 
 def test_prophet():
-    """The modelled time falls along the search and ends at most 5 % above the best of all placements."""
+    """The modelled time falls along the search and ends at most 5 % above the best of all placements; copies hide
+    behind the layer before."""
+    test_seconds_of_a_layer_by_hand()
+    test_prophet_hides_transfers_behind_the_layer_before()
     gains = []
     for counts, costs, trace, best in searches():
         times = [time for time, _ in trace]
@@ -219,7 +222,8 @@ def largest(loads, holders, ranks):
 
 def test_smartmoe():
     """Of 8 experts on 4 ranks the greedy placement is a best one, no swap needed: heaviest with lightest, and so
-    on inwards. It is never worse than round robin."""
+    on inwards. It is never worse than round robin. Of a pool of them the one that pays is taken."""
+    test_smartmoe_switches_when_that_pays()
     better = 0
     for seed in range(60):
         draw = random.Random(seed)
