@@ -438,7 +438,11 @@ def test_the_words_of_deepspeed_and_what_it_means_by_itself():
 
 
 def test_deepspeed_fw():
-    """A batch is microbatch times accumulation times data ranks: two of the JSON tell the third, and one more is refused."""
+    """A batch is microbatch times accumulation times data ranks: two of the JSON tell the third, and one more is refused.
+    ZeRO, precision and offload are its words."""
+    test_the_words_of_deepspeed_and_what_it_means_by_itself()
+    for stage in (1, 2, 3):
+        assert options_of(deepspeed, dict(zero=stage, dp=2))["zero_optimization.stage"] == stage
     for micro, steps, dp in product(range(1, 4), repeat=3):
         given = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
         read = lambda batch: deepspeed.read(
