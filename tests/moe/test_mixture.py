@@ -261,19 +261,13 @@ def test_switch_transformer():
     one = router.switch(flat + 60.0 * F.one_hot(torch.tensor(3), E))
     assert router.balance_loss(one, 0.01).item() == pytest.approx(0.01 * E, rel=1e-12)
     assert router.capacity_of(100, 8, 1, 1.25) == math.ceil(100 / 8 * 1.25) == 16
-    learnt, busiest = (flat + torch.randn(8, generator=torch.Generator().manual_seed(0))).requires_grad_(), []
-    for _ in range(40):  # down the slope of one score for each expert
-        routing = router.switch(learnt + torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))
-        busiest.append(int(routing.counts.max()))
-        (slope,) = torch.autograd.grad(router.balance_loss(routing, 1.0), learnt)
-        learnt = (learnt - slope.sum(0)).detach().requires_grad_()
-    assert busiest[-1] < 12 < 36 < busiest[0], "of 64 tokens, 8 for each expert would be even"
+    scores = (flat + torch.eye(8).repeat(8, 1) + torch.arange(8) / 5).requires_grad_()  # the last are busy
+    (slope,) = torch.autograd.grad(router.balance_loss(router.switch(scores), 1.0), scores)
+    assert slope.sum(0)[-1] > 0 > slope.sum(0)[0], "down for the busiest, up for who has least"
     mixture, x = layer(config(router="switch", top_k=1, capacity_factor=0.5)), drawn(rows=4)
-    routing = router.switch(mixture.router.scores(x.flatten(0, 1)))
-    loads = router.counts_of(routing.experts.view(4, 8), 4)  # by row, of which an expert takes one token
-    y = mixture(x, torch.arange(8))
+    y = mixture(x, torch.arange(8))  # an expert takes one token of a row
     assert torch.allclose(y, by_hand(mixture, x, switch), atol=1e-12, rtol=0)
-    assert int((y == 0).all(-1).sum()) == int((loads - 1).clamp(min=0).sum()) > 0, "only the residual is left"
+    assert (y == 0).all(-1).sum() >= 4 * (8 - 4), "only the residual is left"
 
 
 def test_token_drop_pad():

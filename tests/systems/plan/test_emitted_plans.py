@@ -428,6 +428,7 @@ def test_the_words_of_deepspeed_and_what_it_means_by_itself():
     assert cpu("optimizer").items() <= said("offload", "optimizer", dp=2, zero=2).items()
     assert cpu("optimizer", "param").items() <= said("offload", "optimizer+parameters", dp=2, zero=3).items()
     assert said("core", "ulysses", cp=2, layout="contiguous")["sequence_parallel_size"] == 2
+    assert [said("zero", stage, dp=2)["zero_optimization.stage"] for stage in (1, 2, 3)] == [1, 2, 3]
     read = lambda text: deepspeed.read(text, SIZES_OF | {"length": 16})[0].strategy
     half = read('{"fp16": {"enabled": true}, "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}')
     found = (half.loss_scale, half.loss_scale_window, half.dp)
@@ -438,11 +439,8 @@ def test_the_words_of_deepspeed_and_what_it_means_by_itself():
 
 
 def test_deepspeed_fw():
-    """A batch is microbatch times accumulation times data ranks: two of the JSON tell the third, and one more is refused.
-    ZeRO, precision and offload are its words."""
+    """A batch is microbatch times accumulation times data ranks: two of the JSON tell the third, and one more is refused."""
     test_the_words_of_deepspeed_and_what_it_means_by_itself()
-    for stage in (1, 2, 3):
-        assert options_of(deepspeed, dict(zero=stage, dp=2))["zero_optimization.stage"] == stage
     for micro, steps, dp in product(range(1, 4), repeat=3):
         given = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
         read = lambda batch: deepspeed.read(

@@ -9,7 +9,6 @@ import pytest
 
 from minitrain.plan.simulate.machines import machine
 from minitrain.ranks.events import Compute, Issue
-from minitrain.systems.plan import expert_overlap
 from minitrain.systems.plan import expert_overlap as overlap
 from minitrain.systems.simulate.replay import replay
 
@@ -32,21 +31,21 @@ def test_pipemoe(name):
     on, best = machine(name), set()
     for ranks, rows, width, hidden, launch_s in LAYERS:
         sizes = 2 * width, 6 * width * hidden
-        transfer, work = expert_overlap.lines(ranks, *sizes, on, launch_s)
+        transfer, work = overlap.lines(ranks, *sizes, on, launch_s)
         replayed = []
         for r in range(1, 17):
-            events = expert_overlap.pipemoe_events(r, rows, ranks, *sizes)
+            events = overlap.pipemoe_events(r, rows, ranks, *sizes)
             how = {"algorithms": {"all_to_all": "pairwise"}, "launch_s": launch_s}
             replayed.append(replay({0: events}, on, **how).step_s)
-            assert expert_overlap.pipemoe_s(r, rows, transfer, work) == pytest.approx(replayed[-1], rel=1e-12)
-        predicted = expert_overlap.pipemoe_degree(rows, transfer, work)
+            assert overlap.pipemoe_s(r, rows, transfer, work) == pytest.approx(replayed[-1], rel=1e-12)
+        predicted = overlap.pipemoe_degree(rows, transfer, work)
         assert replayed[predicted - 1] == pytest.approx(min(replayed), rel=1e-12)
         best.add(predicted)
     assert len(best) >= 4  # not one answer for all
 
 
 def test_without_gain_nothing_is_cut():
-    assert expert_overlap.pipemoe_degree(10, overlap.Line(0, 1), overlap.Line(0, 0)) == 1, "all r as fast"
+    assert overlap.pipemoe_degree(10, overlap.Line(0, 1), overlap.Line(0, 0)) == 1, "all r as fast"
 
 
 def shortest(tasks, chunks):
@@ -82,7 +81,7 @@ def test_schemoe():
         tasks = overlap.schemoe_tasks(*seconds)
         in_turn = sum(task.seconds for task in tasks)
         for chunks in (1, 2, 3, 6):
-            found = overlap.makespan(expert_overlap.schemoe_order(chunks), tasks, chunks)
+            found = overlap.makespan(overlap.schemoe_order(chunks), tasks, chunks)
             assert found <= chunks * in_turn
             faster += found < chunks * in_turn
             if chunks in (2, 3):
@@ -163,7 +162,7 @@ def test_mpipemoe_choice():
         }
         for way in overlap.REUSE_POLICIES:
             assert modelled[way] <= simulated[way] <= 1.06 * modelled[way], (way, chunk)
-        choice = expert_overlap.mpipemoe_choice(chunk, 64)
+        choice = overlap.mpipemoe_choice(chunk, 64)
         chosen.add(choice)
         assert modelled[choice] == min(modelled.values())
         assert simulated[choice] <= 1.06 * min(simulated.values())
@@ -176,19 +175,17 @@ def test_of_equal_ways_the_first():
     assert overlap.REUSE_POLICIES == (*order, ("send again", "compute again"))
     ties = set()
     for chunk in map(overlap.Chunk._make, product(range(4), repeat=4)):
-        seconds = [overlap.mpipemoe_s(way, chunk, 2) for way in order + overlap.REUSE_POLICIES[3:]]
-        equal = [
-            way for way, time in zip(order + overlap.REUSE_POLICIES[3:], seconds) if time == min(seconds)
-        ]
-        assert expert_overlap.mpipemoe_choice(chunk, 2) == equal[0], chunk
+        seconds = [overlap.mpipemoe_s(way, chunk, 2) for way in overlap.REUSE_POLICIES]
+        equal = [way for way, time in zip(overlap.REUSE_POLICIES, seconds) if time == min(seconds)]
+        assert overlap.mpipemoe_choice(chunk, 2) == equal[0], chunk
         ties.add(tuple(equal) if len(equal) > 1 else ())
     assert len(ties) >= 6, ties
 
 
 def test_buffers_fall_from_r_chunks_to_two():
-    assert [expert_overlap.mpipemoe_rows(48, n, reused=False) for n in (1, 2, 4, 8)] == [48] * 4
-    assert [expert_overlap.mpipemoe_rows(48, n, reused=True) for n in (1, 2, 4, 8)] == [48, 48, 24, 12]
-    assert expert_overlap.mpipemoe_rows(50, 4, reused=True) == 26, "the largest chunk has 13"
+    assert [overlap.mpipemoe_rows(48, n, reused=False) for n in (1, 2, 4, 8)] == [48] * 4
+    assert [overlap.mpipemoe_rows(48, n, reused=True) for n in (1, 2, 4, 8)] == [48, 48, 24, 12]
+    assert overlap.mpipemoe_rows(50, 4, reused=True) == 26, "the largest chunk has 13"
 
 
 def exposed_us(layer=overlap.DEEPSEEK_V3, ep=64, on=overlap.REPORTED, layers=1):
@@ -237,12 +234,9 @@ def test_nvlink_hides_behind_the_network_up_to_three_experts_a_node():
     """The report: 3.2 experts per node without more time on NVLink (section 3.2.2); 12 on 4 nodes, not 13."""
 
     def slower(k):
-        spans = overlap.pair_timeline(
-            replace(overlap.DEEPSEEK_V3, k=k), 64, overlap.REPORTED, "row"
-        ).transfers(0)
-        seconds = {
-            axis: sum(s.duration_s for s in spans if s.event.axis == axis) for axis in ("across", "inside")
-        }
-        return max(seconds, key=seconds.get)
+        layer = replace(overlap.DEEPSEEK_V3, k=k)
+        spans = overlap.pair_timeline(layer, 64, overlap.REPORTED, "row").transfers(0)
+        took = lambda axis: sum(s.duration_s for s in spans if s.event.axis == axis)
+        return max(("across", "inside"), key=took)
 
     assert [slower(k) for k in (8, 12, 13)] == ["across", "across", "inside"]

@@ -107,8 +107,7 @@ def searches():
 
 
 def test_prophet():
-    """The modelled time falls along the search and ends at most 5 % above the best of all placements; copies hide
-    behind the layer before."""
+    """The modelled time falls along the search and ends at most 5 % above the best of all placements."""
     test_seconds_of_a_layer_by_hand()
     test_prophet_hides_transfers_behind_the_layer_before()
     gains = []

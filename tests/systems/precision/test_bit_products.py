@@ -118,10 +118,9 @@ def test_bits_of_a_weight_and_the_way_back():
     assert torch.equal(bitnet.unpack_trits(packed, 5), every)
     assert len(packed.unique()) == 243 == packed.max() + 1
     for length in range(8):  # short last bytes
-        some = three[..., :length], one[..., :length]
-        back = bitnet.unpack_trits(bitnet.pack_trits(some[0]), length)
-        assert torch.equal(back, some[0])
-        assert torch.equal(bitnet.unpack_signs(bitnet.pack_signs(some[1]), length), some[1])
+        some, other = three[..., :length], one[..., :length]
+        assert torch.equal(bitnet.unpack_trits(bitnet.pack_trits(some), length), some)
+        assert torch.equal(bitnet.unpack_signs(bitnet.pack_signs(other), length), other)
 
 
 # ---- layouts ---------------------------------------------------------------------------------------------
