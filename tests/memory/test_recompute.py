@@ -656,6 +656,8 @@ def test_selective_checkpoint():
         assert round(100 * more / flops("none"), 2) == counted
         paper = (1 + s / (3 * h)) / (1 + s / (6 * h)) - 1
         assert round(100 * paper, 1) == printed and flops("selective") - flops("none") == more / 2
+    none, selective = (gradients(model_of(word, dict(dropout=0.1))) for word in ("none", "selective"))
+    assert same(none, selective)  # scores, softmax and dropout are made again alike
 
 
 def fused(q, k, v, dropout=0.0):

@@ -292,6 +292,7 @@ def test_zero_r():
             assert less == layers * (whole - whole // t)
             calls, sent = (b - a for a, b in zip(found["full"], found["full in parts"]))
             assert (calls, sent) == (layers, layers * whole * (t - 1) // t)
+        assert launch.run(differing, config, dict(tp=t), (FIRST,), ranks=t) == [[]] * t
 
     def fused(layers, bucket_bytes):
         strategy = Strategy(dp=2, zero=2, precision="float64", bucket_bytes=bucket_bytes)

@@ -281,20 +281,12 @@ def test_loss_scaling():
         for strategy in OVERFLOWS:
             too_large = [False]
 
-            def loss_fn(logits, targets):
-                mine = collectives.world().rank() == 1 and too_large[0]
-                return cross_entropy_sum(logits, targets) * (1e6 if mine else 1.0)
-
-            def started(strategy=strategy):
-                return start(strategy) if strategy.tp > 1 else start(strategy, loss_fn=loss_fn)
-
-            run = started()
+            factor = lambda: 1e6 if collectives.world().rank() == 1 and too_large[0] else 1.0
+            loss_fn = lambda logits, targets: cross_entropy_sum(logits, targets) * factor()
+            more = {} if strategy.tp > 1 else dict(loss_fn=loss_fn)
+            run = start(strategy, **more)
             if strategy.tp > 1:  # its loss is its own: there the gradient of one rank is too large
-
-                def blow_up(grad):
-                    return grad * (1e6 if collectives.world().rank() == 1 and too_large[0] else 1.0)
-
-                list(run.model.parameters())[3].register_hook(blow_up)
+                list(run.model.parameters())[3].register_hook(lambda grad: grad * factor())
             steps(run, 1)
             before, too_large[0] = parameters(run), True
             (bad,) = steps(run, 1, first=1)
@@ -302,7 +294,7 @@ def test_loss_scaling():
             skipped = not bad.updated and same(parameters(run), before) and run.scale.factor == 2.0**15
             saved = run.state_dict()
             (good,) = steps(run, 1, first=2)
-            after, resumed = parameters(run), started()
+            after, resumed = parameters(run), start(strategy, **more)
             resumed.load_state_dict(saved)
             steps(resumed, 1, first=2)
             exact = same(parameters(resumed), after) and resumed.scale.state_dict() == run.scale.state_dict()
@@ -317,6 +309,8 @@ def test_loss_scaling():
         return wrong
 
     assert launch.run(rank, ranks=2) == [[], []]
+    test_the_factor_doubles_after_a_window_and_halves_at_once()
+    test_small_gradients_need_the_factor()
 
 
 def test_a_step_that_is_left_out_moves_no_bias_of_a_router():
@@ -354,9 +348,8 @@ def test_small_gradients_need_the_factor():
 
     def rank():
         moved = {}
-        for name, policy in dict(
-            scaled=dict(), unscaled=dict(loss_scale=1.0, loss_scale_window=10_000)
-        ).items():
+        unscaled = dict(loss_scale=1.0, loss_scale_window=10_000)
+        for name, policy in dict(scaled={}, unscaled=unscaled).items():
             run = start(Strategy(precision="float16", **policy))
             batch = run.batch(rows(), 0)
             run.step(batch._replace(num_valid=batch.num_valid * 10_000_000), None)

@@ -35,6 +35,7 @@ def trained():
         run = parallelize(config, Strategy(**way), partial(AdamW, lr=3e-3), seed=1)
         rows = text.rows(16, 32)
         found[name] = [run.step(run.batch(rows, step), 1.0).loss.item() for step in range(24)]
+        found[name, "kept"] = {str(x.dtype) for param in run.model.parameters() for x in (param, param.grad)}
     return found
 
 
@@ -82,15 +83,16 @@ def test_deepseek_fp8(losses):
     """Tiles err less than a tensor with an outlier channel; promotion every 128 of K = 4096; the loss stays."""
     x, weight = outliers()
     assert relative_error("fp8_tiles", x, weight) < relative_error("fp8_e4m3", x, weight)
+    kind = PRODUCTS["fp8_tiles"]
+    operands = kind.enter(x, Scales()), quantize(weight, kind.weight), kind.enter_grad(x, Scales())
+    assert [q.scales.numel() for q in operands] == [256 * 4, 4, 256 * 4]  # 1 x 128, 128 x 128
+    assert {q.blocks.format for q in operands} == {formats.E4M3}
     draw = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.randn(size, generator=draw).to(torch.float8_e4m3fn).float() for size in ((8, 4096), (4096, 8))
-    )
+    drawn = lambda *size: torch.randn(size, generator=draw).to(torch.float8_e4m3fn).float()
+    a, b = drawn(8, 4096), drawn(4096, 8)
     exact = a.double() @ b.double()
-    typical = exact.square().mean().sqrt()
-    errors = {
-        p: ((tensor_core_matmul(a, b, promote=p) - exact).abs().max() / typical).item() for p in (None, 128)
-    }
+    off = lambda promote: (tensor_core_matmul(a, b, promote=promote) - exact).abs().max()
+    errors = {p: (off(p) / exact.square().mean().sqrt()).item() for p in (None, 128)}
     assert 0.004 < errors[None] < 0.03 and errors[128] < errors[None] / 9  # published: about 2 %
     assert gap(losses, "fp8_tiles", "bfloat16") < 0.01  # published: below 0.25 % of a model of 671 billion
 
@@ -108,6 +110,7 @@ def test_mixed_precision_fp16(losses):
         seen.append(param.item())
     assert optimizer.state[param]["master"].item() == pytest.approx(1 - 10e-4, abs=1e-6)
     assert seen[0] == 1 and seen[-1] < 1  # what is too small alone has added up
+    assert losses["float16", "kept"] == {"torch.float16"} != losses["float32", "kept"]
     assert gap(losses, "float16", "float32") < 0.01
 
 

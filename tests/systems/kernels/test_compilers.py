@@ -94,9 +94,8 @@ def test_chimera_compiler():
                 assert cached.loaded + cached.stored == moved[array]
             equal += formula == moved
             best[order] = sum(moved[array] * sizes[array] for array in sizes)
-        chosen = min(
-            orders(PAIR), key=lambda order: sum(volume(PAIR, order, counts)[x] * sizes[x] for x in sizes)
-        )
+        cost = lambda order: sum(volume(PAIR, order, counts)[x] * sizes[x] for x in sizes)
+        chosen = min(orders(PAIR), key=cost)
         assert best[chosen] == min(best.values())
     assert equal == 32
 

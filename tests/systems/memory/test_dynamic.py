@@ -77,6 +77,10 @@ def test_dtr():
             ratios[rule, layers] = evictor.operators / layers
     assert all(ratios["dtr", n] < 3 and ratios["neighbourhood", n] < 3.5 for n in (16, 64, 512))
     assert ratios["lru", 512] > 2.4 * ratios["lru", 16], "a rule that is blind to cost should not pass this"
+    evictor = Evictor(12)  # two results of one operator, of 3 and 6 bytes: the larger goes
+    small, large = evictor.run("made", [evictor.constant(1)], [3, 6], cost=10)
+    evictor.run("more", [], [4], cost=1)
+    assert small.resident and not large.resident
 
     for layers in (16, 256):
         x = torch.linspace(-2, 2, 32, dtype=torch.float64, requires_grad=True)

@@ -20,6 +20,7 @@ CONFIG = GPTConfig(
 LARGE = GPTConfig(
     vocab_size=32000, d_model=1024, num_layers=4, num_heads=16, activation="gelu", positions="none"
 )
+UNSPLIT = "max_split_size_mb:21"
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -99,7 +100,8 @@ def test_tensor_defrag(settings, recompute):
     assert any(event < first for event in done.backing_calls)
     assert [event for event in done.backing_calls if event >= first] == []
     assert all(a <= b <= c for a, b, c in zip(done.requested, done.allocated, done.reserved))
-    cold = replay(trace, NoCache(2**35))
+    whole, cold = (replay(trace, one) for one in (CachingAllocator(2**35, UNSPLIT), NoCache(2**35)))
+    assert max(done.reserved) < max(whole.reserved), "splits save nothing"
     assert sum(event >= first for event in cold.backing_calls) > 200
 
 

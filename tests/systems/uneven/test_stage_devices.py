@@ -85,9 +85,8 @@ def test_fusionai():
                 tasks.append(Task(f"{i} to {j}, {k}", f"{i} to {j}", graph[i].bytes, links, (f"{i}, {k}",)))
             after = tuple(f"{i} to {j}, {k}" for i in copies)
             tasks.append(Task(f"{j}, {k}", f"gpu {at[j]}", operator.work / peers[at[j]].speed, (), after))
-        played = play(
-            tasks, {f"{way} {d}": peer.link for way in ("up", "down") for d, peer in enumerate(peers)}
-        )
+        links = {f"{way} {d}": peer.link for way in ("up", "down") for d, peer in enumerate(peers)}
+        played = play(tasks, links)
         end = lambda k: max(played.end(f"{j}, {k}") for j in range(6))
         assert (end(m - 1) - end(m - 21)) / 20 == pytest.approx(found.time, rel=0.02)
 

@@ -83,9 +83,8 @@ def test_accpar():
             for share, (speed, link, *_) in zip((a, 1 - a), devices):
                 yield 6 * w * rows * share / speed + 4 * (terms + fetched(share)) / link
 
-        least = lambda *at: minimize_scalar(
-            lambda a: max(both(*at, a)), bounds=(0, 1), options={"xatol": 1e-12}
-        )
+        within = dict(bounds=(0, 1), options={"xatol": 1e-12})
+        least = lambda *at: minimize_scalar(lambda a: max(both(*at, a)), **within)
         later = cache(lambda *at: least(*at).fun)
         total = lambda cuts: sum(later(*at) for at in zip(layers, (None, *cuts), cuts))
         found = accpar(layers, rows, devices)
