@@ -15,7 +15,7 @@ tensor is cut, so every bit is that of states in memory. A step reads and writes
 per parameter for two float32 moments, 24 with a master; FiledLayers also reads parameters twice (the last
 layer's once) and writes them once, and has parameters and gradients of one layer and L inputs in memory.
 Rajbhandari et al. 2021, arXiv:2104.07857, sections 5 and 6. Differs: threads that call preadv and pwrite, not
-libaio; a checksum (CRC-32) per tensor; updates on the parameters' device; FiledLayers is of one rank.
+libaio; a checksum (CRC-32) per tensor; updates on the parameters' device; kept inputs stay in memory.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from minitrain.data_parallel.sync import Sync
 from minitrain.memory.host_optimizer import of_one, updated
 from minitrain.memory.pools import Transfer
 from minitrain.ranks.checks import require_positive_ints
-from minitrain.ranks.collectives import announce_host, world
+from minitrain.ranks.collectives import all_gather, announce_host, reduce_scatter, world
 from minitrain.systems.memory.window import forward_backward
 
 BLOCK = 4096
@@ -366,22 +366,29 @@ def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> Fil
 
 class FiledLayers:
     """Takes `layers` one after the other, so that they need never be in memory together; `make_optimizer`
-    gets the parameters of each. Gradients go into an update at once: they cannot be clipped by their norm."""
+    gets the parameters of each. Gradients go into an update at once: they cannot be clipped by their norm.
+    On the ranks of a `group` it gets 1/n of each parameter: a layer is gathered from all their files, and
+    its gradients are summed where they are updated."""
 
-    def __init__(self, layers: Iterable[nn.Module], store: FileStore, make_optimizer, piece=1 << 18):
-        self.store = store
+    def __init__(self, layers: Iterable, store: FileStore, make_optimizer, piece=1 << 18, group=None):
+        self.store, self.group = store, group
         self.layers: list[nn.Module] = []
         self.optimizers: list[FileOptimizer] = []
-        self._cut: list[list[tuple[torch.Size, list[Piece]]]] = []  # the parameters of each
+        self._shards: list[list[nn.Parameter]] = []  # without a group the parameters themselves
+        self._cut: list[list[tuple[torch.Size, torch.Size, list[Piece]]]] = []  # parameter, shard, its pieces
         self._here: int | None = None
         for number, layer in enumerate(layers):
             params = list(layer.parameters())
             if any(not param.numel() for param in params):  # gone with a layer before
                 raise ValueError("two layers share a parameter (a tied table): untie it")
             self.layers.append(layer)
-            optimizer = FileOptimizer(make_optimizer(params), store, piece, f"layer {number}, ")
+            parts = (self._part_of(param.detach()).clone() for param in params)
+            shards = list(map(nn.Parameter, parts)) if group else params
+            optimizer = FileOptimizer(make_optimizer(shards), store, piece, f"layer {number}, ")
             self.optimizers.append(optimizer)
-            self._cut.append([(param.shape, optimizer.pieces(param)) for param in params])
+            self._shards.append(shards)
+            both = zip(params, shards)
+            self._cut.append([(param.shape, shard.shape, optimizer.pieces(shard)) for param, shard in both])
             self._here = number
             self._write(number)
             self._leave()
@@ -397,31 +404,41 @@ class FiledLayers:
             yield from (param.detach() for param in layer.parameters())
         self._leave()
 
+    def _part_of(self, x: Tensor, of_all=False) -> Tensor:
+        """This rank's 1/n of the elements, zeros behind them; of x, or of the sum of everyone's."""
+        x = nn.functional.pad(x.flatten(), (0, -x.numel() % self.group.size()))
+        return reduce_scatter(x, self.group) if of_all else x.chunk(self.group.size())[self.group.rank()]
+
     def _enter(self, number: int) -> None:
         self._leave()
-        for param, (shape, pieces) in zip(self.layers[number].parameters(), self._cut[number]):
-            whole = torch.empty(shape, dtype=param.dtype)
+        for param, (shape, part, pieces) in zip(self.layers[number].parameters(), self._cut[number]):
+            mine = torch.empty(part, dtype=param.dtype)
             for at, piece in enumerate(pieces):
                 self.store.prefetch(*(one.name for one in pieces[at:][:2]))
-                piece.of(whole).copy_(self.store.read(piece.name))
+                piece.of(mine).copy_(self.store.read(piece.name))
                 self.store.release(piece.name)
-            param.data = whole.to(param.device)
+            mine = mine.to(param.device)
+            param.data = all_gather(mine, self.group)[: shape.numel()].view(shape) if self.group else mine
         self._here = number
 
     def _leave(self) -> None:
         if self._here is not None:
-            for param in self.layers[self._here].parameters():
+            for param in (*self.layers[self._here].parameters(), *self._shards[self._here]):
                 param.data = param.data.new_empty(0)
         self._here = None
 
     def _update(self, number: int) -> None:
+        for param, shard in zip(self.layers[number].parameters(), self._shards[number]):
+            if self.group:
+                shard.data = self._part_of(param.data)
+                shard.grad = None if param.grad is None else self._part_of(param.grad, of_all=True)
         self.optimizers[number].step()
-        for param in self.layers[number].parameters():
+        for param in (*self.layers[number].parameters(), *self._shards[number]):
             param.grad = None
         self._write(number)
         self._leave()
 
     def _write(self, number: int) -> None:
-        for param, (_, pieces) in zip(self.layers[number].parameters(), self._cut[number]):
+        for shard, (*_, pieces) in zip(self._shards[number], self._cut[number]):
             for piece in pieces:
-                self.store.write(piece.name, piece.of(param.detach()))
+                self.store.write(piece.name, piece.of(shard.detach()))

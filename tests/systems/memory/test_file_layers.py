@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from minitrain.model.gpt import GPT
+from minitrain import collectives, launch
+from minitrain.model.gpt import GPT, cross_entropy_sum
 from minitrain.model.training.optim import AdamW
 from minitrain.ranks.events import Copy, Wait
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory.files import FiledLayers, FileStore
 from minitrain.systems.plan.offload import Server, Work, fuyou_phases
 from tests.parallel import small
+from tests.systems.memory.test_split import peaks
 from tests.systems.memory.test_window import POSITIONS, TOKENS, loss_of, make_model, train_plainly, uniform
 
 BUFFERS = dict(buffer_bytes=4096, buffers=6)
@@ -37,6 +39,38 @@ def test_training_in_files_is_training(tmp_path, piece):
         filed = FiledLayers(one_by_one(), store, make_optimizer, piece)
         assert [filed.step(TOKENS, POSITIONS, loss_of).item() for _ in range(3)] == losses
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), filed.parameters()))
+
+
+def infinity_on_ranks(folder):
+    """(losses, parameters, elements in this rank's file, bytes it reads in the last step and writes in all)"""
+    group = collectives.world()
+    mine = slice(group.rank(), None, group.size())
+    part = lambda logits: cross_entropy_sum(logits, TOKENS.roll(1)[mine]) / TOKENS.numel()
+    with FileStore(folder, group.rank(), **BUFFERS) as store:
+        filed, losses = FiledLayers(one_by_one(), store, make_optimizer, 100, group), []
+        for _ in range(3):
+            before = store.read_bytes
+            losses.append(collectives.all_reduce(filed.step(TOKENS[mine], POSITIONS, part), group).item())
+        read = store.read_bytes - before
+        store.flush()
+        sizes = [sum(pieces[-1].last for *_, pieces in cut) for cut in filed._cut]
+        return losses, [param.clone() for param in filed.parameters()], sizes, read, store.written_bytes
+
+
+def test_zero_infinity(tmp_path, ranks=4):
+    """Parameters and both moments, 8 bytes each, lie in files. Layer by layer ranks train as one process; a rank reads
+    and writes 1/n of each: parameters in forward and in backward (the last layer's once), moments once. A linear
+    layer in 8 tiles has an eighth of its weights on the device."""
+    assert 8 * peaks(8)[0] == peaks(1)[0]
+    model = make_model()
+    losses = train_plainly(model)
+    for found, params, sizes, read, written in launch.run(infinity_on_ranks, tmp_path, ranks=ranks):
+        assert found == pytest.approx(losses, abs=1e-12)
+        assert all(
+            torch.allclose(one, two, rtol=0, atol=1e-9) for one, two in zip(model.parameters(), params)
+        )
+        assert all(0 <= size * ranks - elements([of]) < 4 * 20 for size, of in zip(sizes, model.layers))
+        assert read == 8 * (4 * sum(sizes) - sizes[-1]) and written == 8 * (1 + 3 * 3) * sum(sizes)
 
 
 def test_control_without_the_new_parameters_it_is_not(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ import zlib
 import pytest
 import torch
 
-from minitrain import collectives, launch
 from minitrain.ranks.events import Copy, Wait
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory import files
@@ -386,23 +385,4 @@ def test_where_there_is_no_direct_way_it_says_so(tmp_path, monkeypatch, refuses)
         assert not store.direct
         store.write("a", numbers())
         assert torch.equal(store.read("a"), numbers())
-    assert not list(tmp_path.iterdir())
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_rank_reads_its_part_and_all_together_the_whole(tmp_path, ranks):
-    """Bandwidth-centric: a parameter of P elements comes from N disks, P/N from each, and one all-gather."""
-
-    def rank(folder):
-        group, whole = collectives.world(), numbers(3000)
-        part = whole.chunk(group.size())[group.rank()]
-        with FileStore(folder, group.rank()) as store:
-            store.write("weight", part)
-            gathered = collectives.all_gather(store.read("weight").clone(), group)
-            return torch.equal(gathered, whole), store.read_bytes, store.written_bytes
-
-    assert launch.run(rank, tmp_path, ranks=ranks) == [(True, 12_000 // ranks, 12_000 // ranks)] * ranks
     assert not list(tmp_path.iterdir())
