@@ -96,6 +96,10 @@ def fewest_loads(uses, room):
     return best(0, frozenset())
 
 
+def uses_of(chunks):
+    return tuple(frozenset(chunks._needs[layer]) for layer in [*range(6), *reversed(range(5))])
+
+
 @pytest.mark.parametrize("room", [5, 6, 8, 11])
 def test_training_loads_as_few_chunks_as_there_can_be(room):
     chunks = chunked(make_model(), room)
@@ -110,8 +114,7 @@ def test_training_loads_as_few_chunks_as_there_can_be(room):
         before = chunks.loads
         train_in(chunks, 1)
         loads.append(chunks.loads - before)
-    uses = tuple(frozenset(chunks._needs[layer]) for layer in [*range(6), *reversed(range(5))])
-    assert loads == [fewest_loads(uses, room)] * 3
+    assert loads == [fewest_loads(uses_of(chunks), room)] * 3
 
 
 # ---- training ----------------------------------------------------------------------------------------------
@@ -144,15 +147,17 @@ def held(ledger):
 
 
 def test_model_data_are_14_bytes_a_parameter_and_plainly_16():
-    model = make_model()
+    """And training in them is training, with as few loads as there can be: the farthest next use goes."""
+    plain, model = make_model(), make_model()
     total = sum(param.numel() for param in model.parameters())
-    optimizer = AdamW(model.parameters(), master_dtype=torch.float32)
+    optimizer = AdamW(plain.parameters(), lr=1e-2, master_dtype=torch.float32)
     with Ledger() as ledger:
-        loss_of(model(TOKENS)).backward()
-        optimizer.step()
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(plain(TOKENS)).backward()
+            optimizer.step()
         assert held(ledger) == 16 * total
 
-    model = make_model()
     sizes = [param.numel() for param in model.parameters()]
     chunk = best_chunk(sizes, 4096)
     elements = chunk * len(pack(sizes, chunk))
@@ -163,9 +168,10 @@ def test_model_data_are_14_bytes_a_parameter_and_plainly_16():
             with_gradients = held(ledger)
             chunks.step()
             assert held(ledger) == 14 * elements
-        assert with_gradients == 14 * elements
+        assert with_gradients == 14 * elements and chunks.loads == 2 * fewest_loads(uses_of(chunks), 5)
         kind = "optimizer state"
         assert (ledger.host_by_kind[kind], ledger.live_by_kind[kind]) == (8 * elements, 0)  # the moments
+    assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), model.parameters()))
     assert elements * utilization(sizes, chunk) == pytest.approx(total)
 
 
