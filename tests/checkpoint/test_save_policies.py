@@ -3,7 +3,6 @@
 import threading
 from dataclasses import replace
 
-import pytest
 import torch
 
 from minitrain import collectives, launch
@@ -94,8 +93,7 @@ def snapshot_on_ranks(folder, name):
     return began, then, saver.store.steps(), whole(folder, 1), whole(folder, 2, 2.0)
 
 
-@pytest.mark.parametrize("name", ["snapshot", "deepfreeze"])
-def test_snapshot_stall_ckpt(tmp_path, name):
+def test_snapshot_stall_ckpt(tmp_path, name="snapshot"):
     """The stall is the copy of the share; the next snapshot waits until the last is written."""
     results = launch.run(snapshot_on_ranks, str(tmp_path), name, ranks=2)
     for rank, (began, then, steps, first, second) in enumerate(results):
@@ -106,8 +104,7 @@ def test_snapshot_stall_ckpt(tmp_path, name):
 
 def test_megascale_ckpt(tmp_path):
     """Two stages: training waits for the first alone. In recovery one of dp ranks reads and tells the others."""
-    test_snapshot_stall_ckpt(tmp_path, "snapshot")
-    assert "MegaScale" in SAVE_POLICIES["snapshot"].paper
+    test_snapshot_stall_ckpt(tmp_path)
     everyone, one = zip(*launch.run(read_on_ranks, str(tmp_path), ranks=2))
     assert sum(everyone) == 2 * sum(one) == 2 * SHARE
 
@@ -140,7 +137,9 @@ def deepfreeze_on_ranks(folder):
 
 
 def test_deepfreeze(tmp_path):
-    """Each of dp ranks writes 1/dp, to an element per dtype; together it is the state."""
+    """The stall is the light copy of a share; each of dp ranks writes 1/dp, to an element per dtype; together it is
+    the state."""
+    test_snapshot_stall_ckpt(tmp_path / "stall", "deepfreeze")
     for total, sizes, differs in launch.run(deepfreeze_on_ranks, str(tmp_path), ranks=4):
         assert sum(sizes) == total and max(sizes) - min(sizes) <= 8 and not differs
 
@@ -167,8 +166,7 @@ def asynchronous_on_ranks(folder, name):
     return stalled, more, whole(folder, 1), whole(folder, 2, 2.0)
 
 
-@pytest.mark.parametrize("name", ["asynchronous", "checkfreq"])
-def test_async_ckpt(tmp_path, name):
+def test_async_ckpt(tmp_path, name="asynchronous"):
     """The stall is what is left to copy when the update begins, 512 of 1,024 bytes; nothing if nothing is."""
     for stalled, more, first, second in launch.run(asynchronous_on_ranks, str(tmp_path), name, ranks=2):
         assert stalled == [("copy", SHARE // 4)] and "copy" not in more and first and second
@@ -314,7 +312,9 @@ def shares(writers):
 
 
 def test_fastpersist(tmp_path):
-    """Buffer k is written while k + 1 fills, and k + 2 waits: max(fill, write) each."""
+    """Buffer k is written while k + 1 fills, and k + 2 waits: max(fill, write) each; all beside the next forward and
+    backward, and the update waits."""
+    test_async_ckpt(tmp_path / "beside", "fastpersist")
     ranks = launch.run(fastpersist_on_ranks, str(tmp_path), ranks=2)
     log, sizes, all_, memory = ranks[0]
     assert memory == 2 * CHUNK and sizes == [SHARE, 0] and all_ and ranks[1][0] == []

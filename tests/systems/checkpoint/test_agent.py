@@ -18,7 +18,7 @@ from minitrain.checkpoint.format import write_file
 from minitrain.checkpoint.saver import Saver
 from minitrain.checkpoint.store import Store, copy_step, file_name
 from minitrain.systems.checkpoint.agent import Agent, Connection, persist, persist_newest
-from minitrain.systems.checkpoint.in_memory import newest_whole
+from minitrain.systems.checkpoint.in_memory import SHARED_MEMORY, newest_whole
 from tests.saving import spoil
 from tests.systems.checkpoint import memory_runs
 
@@ -64,6 +64,7 @@ def test_dlrover_flash(agent, tmp_path):
     """The trainer is killed: the next one goes on from memory, no byte is read from disk; and the agent has brought
     the same step to the disk."""
     memory, disk = agent.memory, tmp_path / "disk"
+    assert memory.parent == SHARED_MEMORY
     whole = launch.run(lambda: memory_runs.uninterrupted(**LAYOUT), ranks=2)
     with pytest.raises(launch.RankError, match="rank 1 died of SIGKILL"):
         launch.run(lambda: start(memory, disk, dying=1), ranks=2)

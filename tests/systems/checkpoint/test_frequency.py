@@ -9,6 +9,7 @@ from minitrain.ranks.ledger import Ledger
 from minitrain.systems.checkpoint.frequency import Frequency
 from minitrain.systems.plan.checkpoint_interval import checkfreq_steps
 from tests.checkpoint.saver_runs import copies, differing, run_of, train
+from tests.checkpoint.test_save_policies import test_async_ckpt as held_copies
 
 BUDGET = 0.035
 
@@ -90,7 +91,8 @@ def measured(folder):
 
 def test_checkfreq(tmp_path):
     """The interval is the smallest with an overhead of 3.5 % at most, and follows the time of a step; no state
-    is torn, and what is measured are times of this run."""
+    is torn, and what is measured are times of this run. A copy runs beside forward and backward; the update waits."""
+    held_copies(tmp_path / "held", "checkfreq")
     ranks = launch.run(measured, str(tmp_path), ranks=2)
     for seen, differs in ranks:
         assert differs.keys() >= {1, 3} and not any(differs.values()) and seen and seen == ranks[0][0]

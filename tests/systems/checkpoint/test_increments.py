@@ -76,8 +76,8 @@ def compared(wanted, got):
 
 def test_check_n_run(tmp_path):
     """Written are the touched rows, of the table and of its optimizer's state; restored is all, to the bit.
-    The factors of the paper, 6 to 17 in bytes written and 2.5 to 8 in bytes kept, for lookups that follow
-    Zipf's law, as many between saves as there are rows."""
+    In 8 bits no element is off by more than half a step. How many times less is written and kept than in full, for
+    lookups that follow Zipf's law, as many between saves as there are rows (the paper's: 6 to 17, 2.5 to 8)."""
     layout = dict(dp=2)
     for wanted, got, sizes, sent, touched, width, read, losses in launch.run(
         trained, str(tmp_path), None, layout, dict(dp=2, zero=1), ranks=2
@@ -85,6 +85,7 @@ def test_check_n_run(tmp_path):
         assert max(compared(wanted, got).values()) == 0 and losses[0] == pytest.approx(losses[1], abs=1e-12)
         assert touched == 11 and sizes == {"full": 0, "increment": 2 * touched * (4 + 8 * width)}
         assert sent["increment"] == ["index", "index", "values", "values"] and read > 0
+    test_in_few_bits_no_element_is_off_by_more_than_half_a_step(tmp_path / "bits", 8)
     factors = {bits: savings(bits) for bits in (8, 4, 3, 2)}
     assert factors == {8: (6.7, 2.3), 4: (11.7, 4.1), 3: (14.5, 5.1), 2: (18.9, 6.7)}
 
@@ -107,8 +108,7 @@ def savings(bits, rows=1_000_000, width=64, saves=12):
     return round(saves / written, 1), round(1 / stored, 1)
 
 
-@pytest.mark.parametrize("bits", [8, 5])
-def test_in_few_bits_no_element_is_off_by_more_than_half_a_step(tmp_path, bits):
+def test_in_few_bits_no_element_is_off_by_more_than_half_a_step(tmp_path, bits=5):
     """The full checkpoint is in few bits too; it is read into shards that cut rows."""
     for wanted, got, sizes, _, touched, width, _, _ in launch.run(
         trained, str(tmp_path), bits, dict(dp=2, zero=0), dict(dp=2, zero=3), ranks=2
