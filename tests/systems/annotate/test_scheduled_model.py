@@ -111,10 +111,16 @@ def test_slapo():
     def rank():
         outcome = without_ledger(scheduled())
         after = [(inspect.getsource(kind), dict(vars(kind)).keys()) for kind in CLASSES]
+        apart = without_ledger(scheduled(("shard", "sync", "checkpoint", "cut")))
+        assert outcome[3] < apart[3] and outcome[0] == pytest.approx(apart[0]), "products are fused"
         return *outcome, after, unscheduled()[0]
 
-    outcomes = launch.run(rank, ranks=2)
+    outcomes, model = launch.run(rank, ranks=2), fresh()
     assert farthest(outcomes) < 1e-12
+    assert [len(part) for part in stages(model.layers, schedule_of(model, None, ["cut"]))] == [
+        2,
+        CONFIG.num_layers,
+    ]
     kinds = [type(module) for module in fresh().modules()]
     for _, _, calls, *_ in outcomes:
         assert calls.count(("all_reduce", "tp")) == (2 + 2 + 1) * CONFIG.num_layers, "attention's sum again"
