@@ -128,18 +128,6 @@ def test_training_in_chunks_is_training(room, chunk):
     assert all(torch.equal(one, other) for one, other in zip(*(model.parameters() for model in models)))
 
 
-def test_control_a_gradient_that_does_not_take_its_place_is_noticed(monkeypatch):
-    models = [make_model() for _ in range(2)]
-    chunks = chunked(models[1], 5)
-
-    def forgets(layer):
-        for param in chunks.layers[layer].parameters():
-            param.grad = None
-
-    monkeypatch.setattr(chunks, "_leave", forgets)
-    assert train_in(chunks) != train_plainly(models[0])
-
-
 def held(ledger):
     """Bytes of model data, of device and host together."""
     kinds = ("parameters", "gradients", "optimizer state")
