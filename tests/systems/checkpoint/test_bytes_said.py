@@ -36,9 +36,8 @@ def on_a_rank(folder):
     if rank == 0:
         write_file(Quick(), folder / "file", [piece], {})
     collectives.barrier(group)
-    saved = Saved(
-        [File(folder / "file", write_file(Quick(), folder / f"copy{rank}", [piece], {}))], broadcast=True
-    )
+    header = write_file(Quick(), folder / f"copy{rank}", [piece], {})
+    saved = Saved([File(folder / "file", header)], broadcast=True)
     room = Piece("parameters/w", (100,), (0,), torch.zeros(100), (group,))
     found["one reader"] = said(lambda: saved.fill(room))
     assert torch.equal(room.values, piece.values)

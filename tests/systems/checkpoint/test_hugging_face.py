@@ -81,9 +81,8 @@ def llama_forward(state, settings):
         return state[name] * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
     def turned(x):
-        frequencies = settings["rope_theta"] ** -(
-            torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        )
+        places = torch.arange(0, head_dim, 2, dtype=torch.float64)
+        frequencies = settings["rope_theta"] ** -(places / head_dim)
         angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies).repeat(1, 2)
         return (
             x * angles.cos()

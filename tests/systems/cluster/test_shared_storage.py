@@ -17,9 +17,8 @@ def test_ceph_objects():
     items = [f"object {i}" for i in range(10_000)]
     near = lambda share: pytest.approx(share, abs=3 * (share * (1 - share) / len(items)) ** 0.5)  # 3 sigma
     for n in (4, 9):
-        before, after = (
-            [straw2(i, {f"{k}": 1.0 for k in range(count)}) for i in items] for count in (n, n + 1)
-        )
+        placed = lambda count: [straw2(i, {f"{k}": 1.0 for k in range(count)}) for i in items]
+        before, after = placed(n), placed(n + 1)
         moved = [(old, new) for old, new in zip(before, after) if old != new]
         assert len(moved) / len(items) == near(1 / (n + 1)) and {new for _, new in moved} == {f"{n}"}
         assert set(Counter(old for old, _ in moved)) == {f"{k}" for k in range(n)}

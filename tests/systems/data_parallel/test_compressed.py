@@ -138,9 +138,8 @@ def test_cocktailsgd():
     _, own = launch.run(lambda: cocktail(0.5, x, collectives.world(), 0), ranks=2)[0]
     largest = x.abs().flatten().topk(ROWS * COLUMNS // 2).indices
     step = x.abs().max() / 7
-    expected = torch.zeros(ROWS * COLUMNS).index_copy(
-        0, largest, (x.flatten()[largest] / step).round() * step
-    )
+    rounded = (x.flatten()[largest] / step).round() * step
+    expected = torch.zeros(ROWS * COLUMNS).index_copy(0, largest, rounded)
     assert torch.allclose(own.flatten(), expected, atol=1e-6), "of all places the larger half"
 
 

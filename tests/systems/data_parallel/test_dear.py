@@ -18,9 +18,8 @@ def trained(kind) -> tuple:
     group, seen = collectives.world(), []
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, False, dtype=torch.float64) for _ in range(LAYERS)))
-    sync = kind(
-        model, group, lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9), WIDTH * WIDTH * 8
-    )
+    sgd = lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9)
+    sync = kind(model, group, sgd, WIDTH * WIDTH * 8)
     for layer in model:
         layer.register_forward_hook(lambda layer, *_: seen.append(layer.weight.detach().clone()))
     step = accumulate(model, lambda y, targets: y.square().sum(), 1, sync)

@@ -62,9 +62,8 @@ def test_netagg_switchagg_camdoop():
     """64 workers under switches of four: sums arrive four times at the root, not 64 times; a 3D torus has six trees."""
     tree = switch_tree(64, 4)
     root = next(parent for parent in tree.values() if parent not in tree)
-    into = lambda sums: sum(
-        units for (_, parent), units in arriving(tree, 64, sums).items() if parent == root
-    )
+    units_of = lambda sums: arriving(tree, 64, sums).items()
+    into = lambda sums: sum(units for (_, parent), units in units_of(sums) if parent == root)
     assert (into(True), into(False)) == (4, 64)
     graph = torus(3, 3, 3)
     trees = spanning_trees(graph, (0, 0, 0))
