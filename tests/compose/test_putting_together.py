@@ -15,8 +15,10 @@ from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
+from minitrain.ranks.events import Issue
 from minitrain.ranks.launch import dryrun
 from minitrain.ranks.mesh import Mesh
+from tests.parallel import Traffic
 
 SIX = ("dp", "zero", "pp", "cp", "tp", "ep")
 CONFIG = GPTConfig(
@@ -133,16 +135,24 @@ def test_dp_plus_pp():
 
 def test_megatron_lm_fw():
     """What the framework runs together, on 8 ranks: slices of tokens beside tp, two stages of a rank in turns, AdamW's
-    states dealt out over dp. Ten losses are one process's."""
+    states dealt out over dp. Ten losses are one process's, and all of it is seen in what ranks hold and send."""
 
-    def losses(strategy):
+    def trained(strategy):
         run = parallelize(replace(CONFIG, experts=None), strategy, partial(AdamW, lr=1e-2))
-        return [run.total(run.step(run.batch(ROWS, step)).loss).item() for step in range(10)]
+        with Traffic() as ledger:
+            losses = [run.total(run.step(run.batch(ROWS, step)).loss).item() for step in range(10)]
+        sent = {(event.axis, event.op) for event in ledger.events if isinstance(event, Issue)}
+        held = sum(param.numel() for param in run.model.parameters())
+        own = sum(one.shard.numel() for one in run.sync.shards)
+        return losses, sent, run.runner and len(run.runner.stages), own / held
 
     more = dict(sequence_parallel=True, schedule="interleaved", chunks=2, microbatches=2, zero=1)
-    ours = launch.run(losses, Strategy(dp=2, pp=2, tp=2, precision="float64", **more), ranks=8, timeout_s=120)
-    (alone,) = launch.run(losses, Strategy(precision="float64"), ranks=1)
-    assert alone[-1] < alone[0] and all(found == pytest.approx(alone, abs=1e-12) for found in ours)
+    strategy = Strategy(dp=2, pp=2, tp=2, precision="float64", **more)
+    ((alone, *_),) = launch.run(trained, Strategy(precision="float64"), ranks=1)
+    assert alone[-1] < alone[0]
+    for losses, sent, stages, own in launch.run(trained, strategy, ranks=8, timeout_s=120):
+        assert losses == pytest.approx(alone, abs=1e-12) and stages == 2 and own <= 0.5
+        assert {("tp", "reduce_scatter"), ("pp", "send"), ("dp", "reduce_scatter")} <= sent
 
 
 def test_parallel_3d():
