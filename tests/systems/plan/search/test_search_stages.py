@@ -270,15 +270,16 @@ def test_galvatron():
         problem = blocks(seed, levels=2 + (seed == 0))
         for case in [problem, *capped(staged.galvatron, problem)]:
             found = staged.galvatron(case)
-            best = staged.every_plan(case, staged.tree_options(case), staged.even_cuts(case))
+            alike = lambda cut: len({(len(run), devices) for run, devices in cut}) == 1
+            best = staged.every_plan(case, staged.tree_options(case), filter(alike, staged.all_cuts(case)))
             assert found.cost == best.cost == staged.seconds(case, found.choice)
             assert found.looked_at < best.looked_at
             assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
 
 
 def test_galvatron_bmw():
-    """Within a memory never slower than Galvatron's plan, faster where it recomputes or cuts unevenly, and never
-    faster than the best of all plans with stages of equal devices."""
+    """Within a memory as fast as the best of all plans with stages of equal devices, so never slower than Galvatron's
+    plan, and faster where recomputation, even bytes or a layer less for the slowest stage are needed."""
     faster = 0
     for seed in range(3):
         problem = blocks(seed, shardings=("sdp", "tp"))
@@ -286,7 +287,7 @@ def test_galvatron_bmw():
             found, before = staged.galvatron_bmw(case), staged.galvatron(case)
             options = staged.tree_options(case, staged.with_recomputation(case))
             best = staged.every_plan(case, options, every_run(case))
-            assert best.cost <= found.cost <= before.cost and found.cost == staged.seconds(case, found.choice)
+            assert best.cost == found.cost <= before.cost and found.cost == staged.seconds(case, found.choice)
             assert max(staged.peak_bytes(case, found.choice)) <= case.memory_bytes
             faster += found.cost < before.cost
     assert faster >= 3
