@@ -187,7 +187,8 @@ def test_few_microbatches_tell_whether_there_is_a_schedule_of_many():
 
 @pytest.mark.parametrize("memory_bytes", [16e9, 32e9, 80e9, 200e9])
 def test_cluster_choice_7b(memory_bytes):
-    """Seven billion parameters: 112 GB of states; the fewest ranks are those of brute force over (stage, degree)."""
+    """Seven billion parameters: 112 GB of states; the fewest ranks are those of brute force over (stage, degree). Of
+    fleets with one device a node that differ in links alone, the slower one needs another layout."""
     P = 7 * 10**9
     assert 16 * P == 112e9
     for stage in (0, 1, 2, 3):
@@ -212,3 +213,8 @@ def test_cluster_choice_7b(memory_bytes):
         assert (best.step_s, best.run.strategy.zero) == (one.best.step_s, one.best.run.strategy.zero)
         assert one.seconds == pytest.approx(best.step_s * 1e9 / (8 * 512))
     assert third.seconds == float("inf")
+    fast = replace(machine("h100"), devices_per_node=1, nics_per_node=1)
+    fleets = [replace(fleets[0], machine=one) for one in (replace(fast, inter=v100s.inter), fast)]
+    first, second = race(fleets, tokens=1e9, work_of=work_of)
+    assert (first.task, second.task) == (fleets[1], fleets[0]) and first.seconds < second.seconds / 1.4
+    assert (first.best.run.strategy.dp, second.best.run.strategy.pp) == (2, 2)
