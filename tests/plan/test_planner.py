@@ -47,11 +47,9 @@ def test_no_layout_is_one_that_the_run_would_refuse(seed):
     draw = random.Random(seed)
     heads, ranks = draw.choice((3, 6, 12)), draw.choice((3, 6, 12))
     model = replace(MODEL, d_model=heads * 16, num_heads=heads, num_kv_heads=None, head_dim=None, d_ff=96)
-    task = small(
-        model=model, ranks=ranks, batch=12, length=draw.choice((256, 300, 512)), machine=machine("a100")
-    )
-    every = list(layouts(task))
-    assert every
+    length = draw.choice((256, 300, 512))
+    task = small(model=model, ranks=ranks, batch=12, length=length, machine=machine("a100"))
+    assert (every := list(layouts(task)))
     for strategy in every:
         strategy.check(model, ranks)
         strategy.check_batch(model, task.batch, task.length)
@@ -70,9 +68,8 @@ def test_each_layout_is_there_once():
 def test_limits_and_what_a_task_is_by_itself():
     task = Task(MODEL, NODE, 4, 8, 512)
     assert (task.room, task.precision, task.stack) == (0.9, "bfloat16_main_grads", STACKS["overlapped"])
-    assert task.room_bytes == 0.9 * (79.14 * 2**30 - 2e9) and {s.precision for s in layouts(task)} == {
-        task.precision
-    }
+    assert task.room_bytes == 0.9 * (79.14 * 2**30 - 2e9)
+    assert {s.precision for s in layouts(task)} == {task.precision}
     rows = {64 // (s.dp * s.microbatches) for s in layouts(small(batch=64))}
     assert rows == {1, 2, 4, 8}, "eight rows at most"
     deep = replace(MODEL, num_layers=32)
@@ -207,9 +204,8 @@ def test_cluster_choice_7b(memory_bytes):
     first, second, third = race(fleets, tokens=1e9, work_of=work_of)
     assert (first.task, second.task, third.best) == (fleets[0], fleets[1], None)
     for one in (first, second):
-        every = [predict(one.task.run(s), work_of) for s in layouts(one.task)]
-        fitting = [p for p in every if needs(p) <= one.task.room_bytes]
-        best = min(fitting, key=lambda p: (p.step_s, needs(p)))
+        every = (predict(one.task.run(s), work_of) for s in layouts(one.task))
+        best = min((p for p in every if needs(p) <= one.task.room_bytes), key=lambda p: (p.step_s, needs(p)))
         assert (best.step_s, best.run.strategy.zero) == (one.best.step_s, one.best.run.strategy.zero)
         assert one.seconds == pytest.approx(best.step_s * 1e9 / (8 * 512))
     assert third.seconds == float("inf")
