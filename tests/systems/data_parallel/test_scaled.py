@@ -196,7 +196,7 @@ def test_fp8_lm():
         found = {}
         for name in ("fp8_lm", "bfloat16"):
             run = start(Strategy(dp=2), name)
-            run.step(batch_of(run, 0))
+            losses = [run.total(run.step(batch_of(run, 0)).loss).item() for _ in range(6)]
             batch = batch_of(run, 1)
             with Ledger() as ledger:
                 run.step(batch)
@@ -207,11 +207,12 @@ def test_fp8_lm():
             held = [sum(x.nbytes for x in some if x.dim()) for some in kept]
             sent = {op: ledger.sent_bytes(op) for op in ("all_reduce", "all_to_all", "all_gather")}
             kinds = [ledger.live_by_kind[kind] for kind in ("parameters", "gradients", "optimizer state")]
-            found[name] = held, len(scales), sent, kinds
+            found[name] = held, len(scales), sent, kinds, losses
         return found, sum(p.numel() for p in params), len(params)
 
     for found, numel, tensors in launch.run(rank, ranks=2):
-        held, scales, sent, kinds = found["fp8_lm"]
+        held, scales, sent, kinds, losses = found["fp8_lm"]
+        assert losses[0] - losses[-1] > 0.1 and abs(losses[-1] - found["bfloat16"][-1][-1]) < 0.03
         assert held == [2 * numel, numel, 3 * numel] == [numel * size for size in POLICY.state_bytes]
         assert scales == 2 * tensors and sum(held) * 16 / 6 == sum(found["bfloat16"][0])
         assert kinds == [2 * numel, numel, 3 * numel + 2 * 4 * tensors]  # and 8 bytes among activations
