@@ -3,6 +3,7 @@
 import gc
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_with_other_masks_gradients_differ():
 
 def calls_of(config: GPTConfig, base: dict, words, op: str, axis: str) -> dict:
     """word -> (calls, bytes) of a step's forward and backward; of several operations, {op: that}."""
-    found, several = {}, isinstance(op, tuple)
+    found = {}
     for word in words:
         more = dict(recompute=word.removesuffix(" in parts"), recompute_partition=word.endswith(" in parts"))
         run = parallelize(config, Strategy(**(dict(precision="float64") | base | more)), seed=3)
@@ -131,10 +132,8 @@ def calls_of(config: GPTConfig, base: dict, words, op: str, axis: str) -> dict:
         batch = run.batch(rows_of_problem(problem, 0), 0)
         with Traffic() as ledger:
             run.forward_backward(batch)
-        each = {
-            o: (ledger.num_calls(o, axis), ledger.sent_bytes(o, axis)) for o in (op if several else (op,))
-        }
-        found[word] = each if several else each[op]
+        count = lambda op, ledger=ledger: (ledger.num_calls(op, axis), ledger.sent_bytes(op, axis))
+        found[word] = {one: count(one) for one in op} if isinstance(op, tuple) else count(op)
     return found
 
 
@@ -268,31 +267,31 @@ def test_activation_bytes_under_tensor_parallelism(s=32, b=2, h=64, a=4):
 
 
 def test_zero_r():
-    """Pa: of the inputs that are kept each of t ranks has 1/t, for one more all-gather of B·T·D a block. CB: what
-    fuses gradients is as large for 8 layers as for 2."""
+    """Pa: of the inputs that are kept each of t ranks has 1/t, for one more all-gather of B·T·D a block; Pa+cpu: and 1/t
+    goes to its host. CB: what fuses gradients is as large for 8 layers as for 2."""
     for t, heads in ((2, 4), (4, 4)):
         layers, rows, length, bytes_ = 3, 4, 8, 8
         config = small(num_layers=layers, num_kv_heads=heads, norm="layer")
 
         def rank(t=t, config=config):
             found = calls_of(config, dict(tp=t), ("full", "full in parts"), "all_gather", "tp")
-            peaks = []
-            for parts in (False, True):
-                strategy = Strategy(tp=t, precision="float64", recompute="full", recompute_partition=parts)
+            kept, how = [], dict(tp=t, precision="float64", recompute="full")
+            for parts, offload in product((False, True), ("none", "activations")):
+                strategy = Strategy(recompute_partition=parts, offload=offload, **how)
                 run = parallelize(config, strategy, seed=3)
                 batch = run.batch(rows_of_problem(Problem(config=config, batch_sizes=(4,)), 0), 0)
                 with Ledger() as ledger:
                     loss = run.loss_fn(run.model(batch.tokens), batch.targets)
-                    peaks.append(ledger.live_by_kind["activations"])
+                    kept.append((ledger.live_by_kind["activations"], ledger.copied_bytes()))
                 del loss
-            return found, peaks[0] - peaks[1]
+            return found, kept[0][0] - kept[2][0], kept[1][1] - kept[3][1]
 
         whole = rows * length * config.d_model * bytes_
-        for found, less in launch.run(rank, ranks=t):
-            assert less == layers * (whole - whole // t)
+        for found, less, away in launch.run(rank, ranks=t):
+            assert less == away == layers * (whole - whole // t)
             calls, sent = (b - a for a, b in zip(found["full"], found["full in parts"]))
             assert (calls, sent) == (layers, layers * whole * (t - 1) // t)
-        assert launch.run(differing, config, dict(tp=t), (FIRST,), ranks=t) == [[]] * t
+        assert launch.run(differing, config, dict(tp=t, offload="activations"), (FIRST,), ranks=t) == [[]] * t
 
     def fused(layers, bucket_bytes):
         strategy = Strategy(dp=2, zero=2, precision="float64", bucket_bytes=bucket_bytes)
