@@ -13,7 +13,7 @@ backward as many; 8 bytes for a node's number of pairs in a part; with a pair k 
 each) and k weights, with gradients. Flat, a token crosses once for each expert. Inside, as dispatch.py.
 all_to_all: n - g messages of S/n bytes to other nodes become N - 1 of g·S/n; S (g-1)/g travel inside.
 DeepSeek-V3 2024 (arXiv:2412.19437, section 3.2.2); Hwang et al. 2022 (Tutel's 2DH, arXiv:2206.03382).
-Differs: a copy enters at the sender's own place; a thread or NCCL moves the rows, no kernel with cores of its
+A copy enters at the sender's own place. Differs: a thread or NCCL moves the rows, no kernel with cores of its
 own. In a dry run the k experts of a token are neighbours, on as few nodes as can be; `scattered` makes of its
 bytes those of a real router.
 """

@@ -12,7 +12,7 @@ and 2 rows, and 4 and 2 arrive; with expert 0 copied, holders ((0, 1), (1,)), 6 
 He et al. 2022 (FasterMoE), PPoPP; Wang et al. 2023 (Prophet), CLUSTER; Nie et al. 2023 (FlexMoE),
 arXiv:2304.03946. Of equal choices the first wins. systems/moe/balance.py runs what is decided;
 expert_pools.py has the planners that decide before loads are known. Differs: loads are given, not predicted
-or profiled; nothing hides.
+or profiled; `seconds` hides nothing.
 """
 
 from collections import Counter

@@ -12,6 +12,7 @@ from minitrain.plan.simulate.machines import machine
 from minitrain.systems.plan import expert_placement as plan
 from minitrain.systems.plan import expert_pools
 from minitrain.systems.plan.expert_placement import Costs, Expand, Migrate, Shrink
+from tests.systems.plan import test_expert_pools
 
 
 def zipf(experts: int, exponent: float, seed: int, total: int = 100_000) -> list[int]:
@@ -223,6 +224,7 @@ def test_smartmoe():
     """Of 8 experts on 4 ranks the greedy placement is a best one, no swap needed: heaviest with lightest, and so
     on inwards. It is never worse than round robin. Of a pool of them the one that pays is taken."""
     test_smartmoe_switches_when_that_pays()
+    test_expert_pools.test_smartmoe_chooses_the_pool_offline()
     better = 0
     for seed in range(60):
         draw = random.Random(seed)
