@@ -117,10 +117,8 @@ def test_slapo():
 
     outcomes, model = launch.run(rank, ranks=2), fresh()
     assert farthest(outcomes) < 1e-12
-    assert [len(part) for part in stages(model.layers, schedule_of(model, None, ["cut"]))] == [
-        2,
-        CONFIG.num_layers,
-    ]
+    parts = stages(model.layers, schedule_of(model, None, ["cut"]))
+    assert [*map(len, parts)] == [2, CONFIG.num_layers]
     kinds = [type(module) for module in fresh().modules()]
     for _, _, calls, *_ in outcomes:
         assert calls.count(("all_reduce", "tp")) == (2 + 2 + 1) * CONFIG.num_layers, "attention's sum again"

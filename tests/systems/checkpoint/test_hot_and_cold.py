@@ -80,13 +80,13 @@ def test_a_move_takes_4_mib_whatever_moves(tmp_path):
 
 def tiers_on_ranks(folder):
     tiers, counts, trained = Tiers(f"{folder}/hot", f"{folder}/cold", keep=2), [], threading.Event()
-    move = tiers.move
-    tiers.move = lambda: (trained.wait(), move())
+    move, tiers.move = tiers.move, lambda: (trained.wait(), move())
     with Saver(tiers, policy="snapshot") as saver:
         for step in range(1, 6):
             saver.save(step, some_pieces(4, 9, value=step), {}, {"of": step})
+            waited_for = saver.waits[-1].why
             saver.finish()  # a move has not begun; training goes on, and only then
-            counts.append(len(Store(f"{folder}/hot").steps()))
+            counts.append((waited_for, len(Store(f"{folder}/hot").steps())))
             trained.set()
             tiers.settle()
             trained.clear()
@@ -96,7 +96,7 @@ def tiers_on_ranks(folder):
 def test_internevo_ckpt(tmp_path):
     """Hot holds two at most, cold all older ones, each is restored. Training waits for the copy alone."""
     (counts,) = launch.run(tiers_on_ranks, str(tmp_path), ranks=1)
-    assert counts == [1, 2, 3, 3, 3], "moved before training went on"
+    assert counts == [("copy", held) for held in (1, 2, 3, 3, 3)], "moved before training went on"
     hot, cold = tmp_path / "hot", tmp_path / "cold"
     assert Store(hot).steps() == [4, 5] and Store(cold).steps() == [1, 2, 3]
     tiers = Tiers(hot, cold)

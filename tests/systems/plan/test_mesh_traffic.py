@@ -78,7 +78,7 @@ def test_traffic_per_parallelism():
     held = layers // p * (Fraction(cut, t) + whole)
     assert sent["dp"] == Fraction(2 * (d - 1), d) * held * 2
     assert abs(held / Fraction(parameters(config), t * p) - 1) < 0.02  # P / (t p), but for the ends
-    assert sent["tp"] > sent["dp"] > sent["pp"]
+    assert sent["tp"] > sent["dp"] and 56 < m * sent["dp"] / sent["pp"] < 57
     # tp and pp grow with the number of microbatches and dp does not: the order of the last two is the batch's.
     twice = sent_by_axis(config, replace(strategy, microbatches=2 * m), rows=2 * d * m, length=s, stage=1)
     assert twice["tp"] > twice["pp"] > twice["dp"] == sent["dp"] and twice["pp"] == 2 * sent["pp"]

@@ -194,8 +194,8 @@ def program(problem):
 
 
 def check_megatron():
-    """A GPT of equal blocks: pipeline, data and tensor degrees that are the same everywhere."""
-    for microbatches, rate in ((4, 2.0**32), (16, 2.0**33)):
+    """A GPT of equal blocks: pipeline, data and tensor degrees that are the same everywhere; beaten over slow links."""
+    for microbatches, rate, share in ((4, 2.0**32, 1), (16, 2.0**33, 1), (4, 2.0**30, 0.840304)):
         levels, more = (Level(2, rate), Level(2, 2.0**35)), dict(microbatches=microbatches)
         layers = (block("block", 1024, 4096),) * 4
         gpt, manual = Problem(layers, 512, levels, 2.0**44, shardings=("dp", "tp"), **more), []
@@ -203,12 +203,12 @@ def check_megatron():
             for shardings in product(("dp", "tp"), repeat=len(gpt.mesh(cut[0][1]))):
                 same = (staged.Stage(*one, (Option(shardings),) * len(one[0])) for one in cut)
                 manual.append(staged.seconds(gpt, tuple(same)))
-        assert staged.alpa(gpt).cost == min(manual) < max(manual) / 1.4
+        assert staged.alpa(gpt).cost / min(manual) == pytest.approx(share) and min(manual) < max(manual) / 1.4
 
 
 def test_aceso(monkeypatch):
     """On 4 layers and 4 devices it prices under 5 % of the plans there are, and ends within 5 % of the best; of a plan
-    that it starts with it changes the bottleneck first."""
+    that it starts with it changes the bottleneck first; for memory it recomputes."""
     shares, asked, every_one = [], [], staged.primitives
     monkeypatch.setattr(staged, "primitives", lambda *given: asked.append(given) or every_one(*given))
     for case in (example(), example(rows=512), chain(4)):
@@ -224,6 +224,8 @@ def test_aceso(monkeypatch):
                 measured = [staged.stage_seconds(case, stage) for stage in plan]
             assert measured[first[plan]] == max(measured)
     assert max(shares) < 0.05
+    plans = [aceso(tight).choice for tight in capped(aceso, blocks(1, shardings=("dp", "tp")))]
+    assert any(option.again for plan in plans for stage in plan for option in stage.options)
     with pytest.raises(ValueError, match="found no plan in 1 bytes"):
         aceso(replace(case, memory_bytes=1))
 
@@ -252,8 +254,7 @@ def test_aceso_changes_one_thing():
     plan = (staged.Stage(range(0, 3), 1, (Option(()),) * 3), staged.Stage(range(3, 4), 2, (Option(("dp",)),)))
     handed, swapped = primitives(problem, plan, 0)
     assert [one.layers for one in handed] == [range(0, 2), range(2, 4)]
-    assert [one.devices for one in swapped] == [2, 1]
-    assert [one.layers for one in swapped] == [one.layers for one in plan]
+    assert [one[:2] for one in swapped] == [(range(0, 3), 2), (range(3, 4), 1)]
 
 
 def test_galvatron():
