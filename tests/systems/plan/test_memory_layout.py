@@ -91,17 +91,17 @@ def test_imanishi_binpacking(seed):
     assert fullest(lives) == 24 == sum((life.dies - life.born) * life.bytes for life in lives) / 24
     found = annealed(lives, steps=6000, seed=seed)
     assert painted(lives, found) == 24 <= painted(lives, best_fit(lives))
+    if seed in (0, 2, 3):  # steps that never go up end above the bound here
+        lives = planted(37, cuts=30, moments=30, bytes=30)
+        assert painted(lives, annealed(lives, steps=1500, seed=seed)) == 30
 
 
 def test_best_fit_and_no_search_leave_holes():
     """The control: best fit misses half of the planted layouts, and so does an order that was not searched."""
-    missed = sum(
-        height(lives, best_fit(lives)) > 24 for lives in (planted(seed, cuts=14) for seed in range(8))
-    )
-    assert missed >= 4
-    unsearched = [annealed(planted(seed, cuts=14), steps=0) for seed in range(8)]
-    assert all(height(planted(seed, cuts=14), found) >= 24 for seed, found in enumerate(unsearched))
-    assert sum(height(planted(seed, cuts=14), found) > 24 for seed, found in enumerate(unsearched)) >= 4
+    instances = [planted(seed, cuts=14) for seed in range(8)]
+    for layout in (best_fit, lambda lives: annealed(lives, steps=0)):
+        heights = [painted(lives, layout(lives)) for lives in instances]
+        assert min(heights) >= 24 and sum(height > 24 for height in heights) >= 4
 
 
 def test_best_fit_by_hand():

@@ -56,17 +56,18 @@ def test_lynx():
         problem = backward_of(LAYER, [window] * 2, layers)
         best, quick = optimal(*problem, share * layers), repeated(LAYER, [window] * 2, layers, share * layers)
         assert best.exposed <= quick.exposed == exposed(*problem, quick.places)
-        kept = sum(t.bytes for t, place in zip(problem[0], quick.places) if place == KEPT)
-        assert kept <= share * layers
+        assert sum(t.bytes for t, place in zip(problem[0], quick.places) if place == KEPT) <= share * layers
         worst = max(worst, (layers * STEP + quick.exposed) / (layers * STEP + best.exposed))
     assert 1 < worst < 1.1
+    first, others = (brute_force(LAYER, [window] * 2, 6) for window in (0, 5))  # HEU's, each with its room
+    assert repeated(LAYER, [5, 5], 3, 18).exposed == first + 2 * others < 3 * first
 
 
 def test_the_first_layer_has_nothing_to_hide_behind():
     """Its recomputation shows; that of the others disappears when windows are long."""
-    problem = backward_of(LAYER, [100, 100], 5)
-    assert optimal(*problem, room=0).exposed == sum(time for time, _ in UNITS)
-    assert optimal(*backward_of(LAYER, [100, 100], 1), room=0).exposed == sum(time for time, _ in UNITS)
+    for layers in (5, 1):
+        problem = backward_of(LAYER, [100, 100], layers)
+        assert optimal(*problem, room=0).exposed == sum(time for time, _ in UNITS)
 
 
 def test_what_reads_a_late_result_is_late():
