@@ -161,7 +161,12 @@ class Plus(nn.Module):
 
 @pytest.mark.parametrize("count, window", [(4, 1), (8, 1), (8, 2), (16, 3), (8, 6)])
 def test_bytes_over_the_link_and_on_the_device(count, window):
-    """A layer of 50 x 50 + 50 float32: 10,200 bytes, of which m + 1 are on the device, however deep."""
+    """A layer of 50 x 50 + 50 float32: 10,200 bytes, of which m + 1 are on the device, however deep. Losses and
+    weights are those of a plain run, with one optimizer and with those of the host beside backward."""
+    test_training_through_a_window_is_training(min(window, 5), clip=None)
+    test_the_next_layers_of_the_window_are_here_or_coming_and_no_other(min(window, 3))
+    if window == 1:
+        test_the_host_updates_a_layer_beside_the_backward_of_others()
     layers, x, size = uniform(count), torch.randn(3, 50), 4 * (50 * 50 + 50)
     with Ledger() as ledger:
         through = LayerWindow(layers, window)
