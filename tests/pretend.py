@@ -9,10 +9,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class Absent:
 
 def begin() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if parent := parent_process():  # killed, it would leave this process behind
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)  # backward in this thread: an error of it is not lost
     torch_private.python_backend(PRETENDED.split(":")[0], Absent())
@@ -77,9 +80,8 @@ def in_a_chapter() -> None:
 
     begin()
     dryrun.run = run
-    atexit.register(
-        lambda: print(f"{len(ran)} dry runs", *failed, sep="\n    ", file=open(os.environ["TOLD"], "a"))
-    )
+    told = open(os.environ["TOLD"], "a")
+    atexit.register(lambda: print(f"{len(ran)} dry runs", *failed, sep="\n    ", file=told, flush=True))
 
 
 def main(numbers: list[str]) -> None:

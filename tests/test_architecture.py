@@ -428,9 +428,7 @@ def test_the_core_needs_few_packages():
         } | inside
     roots = {name: {other.split(".")[0] for other in imported} for name, imported in at_top.items()}
     extra = {name for name in MODULES if not roots[name] <= core}
-    more = {
-        name for name, imported in at_top.items() if {other.rpartition(".")[0] for other in imported} & extra
-    }
+    more = {n for n, imported in at_top.items() if {x.rpartition(".")[0] for x in imported} & extra}
     assert all(name.startswith("minitrain.course") for name in extra | more), (
         f"{extra | more} need more than {core}"
     )

@@ -83,9 +83,7 @@ def test_the_bubble_is_that_of_1f1b():
     events = {rank: ledger.events for rank, ledger in dry_steps(config, strategy, hyper).items()}
     timeline = replay(events, dataclasses.replace(h100, intra=free, inter=free), launch_s=0.0)
     middle = timeline.accounts[1].compute_s
-    update = sum(
-        span.duration_s for span in timeline.spans[1] if getattr(span.event, "phase", "") == "optimizer"
-    )
+    update = sum(s.duration_s for s in timeline.spans[1] if getattr(s.event, "phase", "") == "optimizer")
     assert timeline.step_s - middle == pytest.approx(((middle - update) * 3 / 8), rel=0.15)
 
 

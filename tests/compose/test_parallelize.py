@@ -202,9 +202,7 @@ def test_a_module_of_the_readers_own(zero):
     def trained(strategy):
         torch.manual_seed(0)
         run = parallelize(Own().double(), strategy, decaying)
-        losses = [
-            run.total(run.step(run.batch(Rows(batches, 6, 5), step), 0.2).loss).item() for step in range(3)
-        ]
+        losses = [run.total(run.step(run.batch(Rows(batches, 6, 5), i), 0.2).loss).item() for i in range(3)]
         return losses, run.evaluate(run.batch(Rows(batches, 6, 5), 5)).item(), run.state_dict()["parameters"]
 
     ((losses, loss, params),) = launch.run(trained, Strategy(), ranks=1)

@@ -13,6 +13,7 @@ from minitrain.compose.parallelize import parallelize
 from minitrain.data_parallel import states
 from minitrain.model.config import ExpertsConfig, GPTConfig
 from minitrain.model.data.batches import Rows, random_tokens
+from minitrain.model.gpt import GPT
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.ranks.events import Issue
@@ -45,10 +46,13 @@ def strategy_of(chosen, **more):
 
 
 def train(strategy, rows=ROWS):
-    """The loss of a step, the norm of its gradient over all axes, and what the next batch loses after it."""
+    """The loss of a step, the norm of its gradient over all axes, and what the next batch loses after it; numbers of
+    this rank, and those that it updates."""
     run = parallelize(CONFIG, strategy, partial(AdamW, lr=1e-2))
     result = run.step(run.batch(rows, 0), clip=0.5)
-    return torch.stack([run.total(result.loss), result.norm, run.evaluate(run.batch(rows, 1))])
+    held = sum(param.numel() for param in run.model.parameters())
+    own = sum(one.shard.numel() for one in run.sync.shards)
+    return torch.stack([run.total(result.loss), result.norm, run.evaluate(run.batch(rows, 1))]), held, own
 
 
 CHOICES = [tuple(SIX[int(at)] for at in three) for three in "012 013 024 035 045 125 134 145 234 235".split()]
@@ -59,13 +63,16 @@ def compare_choices():
     launch cost adds up): one loss, one norm, one update."""
     pairs = Counter(pair for chosen in CHOICES for pair in combinations(chosen, 2))
     assert len(pairs) == 15 and {*pairs.values()} == {2}
-    wanted = launch.run(train, Strategy(precision="float64"), ranks=1)[0]
+    wanted, whole, _ = launch.run(train, Strategy(precision="float64"), ranks=1)[0]
     for first in range(0, len(CHOICES), 5):
         part = [strategy_of(chosen) for chosen in CHOICES[first : first + 5]]
         assert {strategy.ranks for strategy in part} == {8}
         ranks = launch.run(lambda: [*map(train, part)], ranks=8, timeout_s=120, checked=False)
         for chosen, *found in zip(CHOICES[first:], *ranks):
-            assert all((one - wanted).abs().max() < 1e-12 for one in found), chosen
+            assert all((one - wanted).abs().max() < 1e-12 for one, *_ in found), chosen
+            cut, most = bool({"pp", "tp", "ep"} & {*chosen}), 0.6 if "tp" in chosen else 0.75
+            assert all((held < most * whole) == cut for _, held, _ in found), chosen
+            assert all((own < 0.6 * held) == ("zero" in chosen) for _, held, own in found), chosen
 
 
 def members_of_all(shape):
@@ -84,7 +91,7 @@ def test_parallel_6d():
         assert all(rank in groups[axis] for rank, groups in enumerate(found))
     everything = strategy_of(SIX)
     assert everything.ranks == 64
-    assert dryrun.run(lambda: train(everything, rows_of(16)).shape, rank=41, ranks=64) == (3,)
+    assert dryrun.run(lambda: train(everything, rows_of(16))[0].shape, rank=41, ranks=64) == (3,)
     compare_choices()
 
 
@@ -99,6 +106,7 @@ def groups_and_losses(strategies):
         losses = [run.total(run.step(run.batch(ROWS, step)).loss) for step in range(2)]
         groups = {axis: run.mesh.members(axis) for axis in run.mesh.shape}
         grads = {name: states.full_grad(run.sync, param) for param, name in run.sync.names.items()}
+        groups["held"] = sum(param.numel() for param in run.model.parameters())
         found.append((groups, torch.stack(losses), grads))
     return found
 
@@ -169,7 +177,10 @@ def test_dp_tp_figure():
     assert tp == [tuple(range(first, first + 8)) for first in range(0, 512, 8)], "64 of 8 neighbours"
     assert dp == [tuple(range(first, 512, 8)) for first in range(8)], "8 of 64, one of each eight"
     two = Strategy(dp=2, tp=2, precision="float64")
-    compared([two, replace(two, dp=1, pp=2, microbatches=2, order="tp-dp-cp-pp")], ranks=4)
+    sliced = compared([two, replace(two, dp=1, pp=2, microbatches=2, order="tp-dp-cp-pp")], ranks=4)
+    whole = sum(param.numel() for param in GPT(replace(CONFIG, experts=None)).parameters())
+    for ranks, most in zip(sliced, (0.6, 0.4)):  # layers are cut over tp; and over stages
+        assert all(groups["held"] < most * whole for groups in ranks), (whole, ranks)
 
 
 @pytest.mark.parametrize(

@@ -176,9 +176,7 @@ def state_of_a_run():
     run.step(run.batch(rows, 0), 1.0)
 
     def live():
-        kept = [
-            x for state in run.sync.optimizer.state.values() for x in state.values() if torch.is_tensor(x)
-        ]
+        kept = [x for s in run.sync.optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
         return [*run.model.parameters(), *kept]
 
     saved = run.state_dict()

@@ -182,6 +182,6 @@ def test_what_the_host_computes_does_not_stand_behind_copies():
     """Nor copies behind each other's way: a thread for each."""
     names = [pools.work(threading.current_thread, torch.ones(1)).result().name]
     names += [
-        pools._worker(way).submit(threading.current_thread).result().name for way in ("to_host", "to_device")
+        pools._worker(w).submit(threading.current_thread).result().name for w in ("to_host", "to_device")
     ]
     assert len(set(names)) == 3

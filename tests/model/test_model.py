@@ -384,9 +384,7 @@ def test_no_token_sees_the_future_and_every_core_agrees(name):
     logits = fused(tokens)
     assert close(logits, naive(tokens), 1e-9 * logits.abs().max().item())
     losses = [cross_entropy_sum(model(tokens), tokens.roll(-1, 1)) for model in (fused, naive)]
-    grads = [
-        torch.autograd.grad(loss, list(model.parameters())) for loss, model in zip(losses, (fused, naive))
-    ]
+    grads = [torch.autograd.grad(x, list(m.parameters())) for x, m in zip(losses, (fused, naive))]
     scale = max(grad.abs().max().item() for grad in grads[0])
     assert all(close(a, b, 1e-9 * scale) for a, b in zip(*grads, strict=True))
     changed = tokens.clone()

@@ -280,3 +280,5 @@ def test_scattermoe(weighed):
     assert kept[0] - kept[1] == (1 + weighed) * k * TOKENS * D * 8
     assert peaks[0] - peaks[1] >= k * TOKENS * D * 8
     close(*results)
+    test_through_indices_equals_copies_of_rows("top-2", weighed)
+    test_what_lives_at_the_peak_of_backward([8, 8, 0, 0, 0], weighed)

@@ -19,9 +19,7 @@ WIDE = small(d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, num_layers=1, ma
 
 def operands(b=2, t=40, k=75, n=50, dtype=torch.float64):
     g = torch.Generator().manual_seed(0)
-    x, weight, dy = (
-        torch.randn(*shape, generator=g, dtype=dtype) for shape in ((b, t, k), (n, k), (b, t, n))
-    )
+    x, weight, dy = (torch.randn(*s, generator=g, dtype=dtype) for s in ((b, t, k), (n, k), (b, t, n)))
     return x, weight, dy * 1e-3
 
 

@@ -311,6 +311,7 @@ def test_loss_scaling():
     assert launch.run(rank, ranks=2) == [[], []]
     test_the_factor_doubles_after_a_window_and_halves_at_once()
     test_small_gradients_need_the_factor()
+    test_a_scaled_loss_is_a_power_of_two_away_from_an_unscaled_one()
 
 
 def test_a_step_that_is_left_out_moves_no_bias_of_a_router():

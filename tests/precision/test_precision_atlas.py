@@ -121,6 +121,7 @@ def test_bf16(losses):
     ones = torch.ones(1, 4096)
     assert [sum_in(ones, name).item() for name in ("bf16", "fp16")] == [256, 2048]
     assert gap(losses, "bfloat16", "float32") < 0.01 and Strategy(precision="bfloat16").first_loss_scale == 0
+    assert losses["bfloat16", "kept"] == {"torch.bfloat16"}
     tiny = torch.tensor(2.0**-100)
     assert tiny.bfloat16() == tiny and tiny.half() == 0
 

@@ -27,9 +27,7 @@ from minitrain.ranks.ledger import Ledger
 from tests.parallel import TOLERANCE, small
 from tests.precision.training import distance, rows, same, trained
 
-FP8 = [
-    name for name, one in PRODUCTS.items() if getattr(getattr(one, "x", None), "format", None) is formats.E4M3
-]
+FP8 = [n for n, one in PRODUCTS.items() if getattr(getattr(one, "x", None), "format", None) is formats.E4M3]
 
 
 def operands(seed=0, tokens=160, width=192, out=136):

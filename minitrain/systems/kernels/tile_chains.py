@@ -100,11 +100,11 @@ def fused(chain: Chain, sizes: Mapping[str, int], fast_elements: int, least: int
     arrays = [array for one in chain for array in (one.output, *one.inputs.items())]
     best, outputs = None, tuple(one.output[0] for one in chain)
     steps = {at: {min(least << i, n) for i in range(n.bit_length())} for at, n in sizes.items()}
-    loops = orders(chain)[0]
-    for block in (dict(zip(loops, chosen)) for chosen in product(*(sorted(steps[at]) for at in loops))):
+    ways = orders(chain)
+    for block in (dict(zip(ways[0], chosen)) for chosen in product(*(sorted(steps[at]) for at in ways[0]))):
         size = {array: prod(block[loop] for loop in axes) for array, axes in arrays}
-        counts = {loop: -(-sizes[loop] // block[loop]) for loop in loops}
-        for order in orders(chain) if sum(size.values()) <= fast_elements else ():
+        counts = {loop: -(-sizes[loop] // n) for loop, n in block.items()}
+        for order in ways if sum(size.values()) <= fast_elements else ():
             moved = sum(n * size[array] for array, n in volume(chain, order, counts).items())
             if best is None or moved < best.moved:
                 best = Group(moved, order, block, outputs)

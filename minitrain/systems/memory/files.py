@@ -367,8 +367,8 @@ def update_in_files(sync: Sync, folder: str | Path, piece: int = 1 << 18) -> Fil
 class FiledLayers:
     """Takes `layers` one after the other, so that they need never be in memory together; `make_optimizer`
     gets the parameters of each. Gradients go into an update at once: they cannot be clipped by their norm.
-    On the ranks of a `group` it gets 1/n of each parameter: a layer is gathered from all their files, and
-    its gradients are summed where they are updated."""
+    On the ranks of a `group` it gets 1/n of each parameter: a layer is gathered from all their files as often
+    as it is read, and its gradients are summed where they are updated, (n-1)/n of their bytes each time."""
 
     def __init__(self, layers: Iterable, store: FileStore, make_optimizer, piece=1 << 18, group=None):
         self.store, self.group = store, group

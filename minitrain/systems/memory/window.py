@@ -248,7 +248,7 @@ class LayerWindow:
 
 class LayerToLayer(LayerWindow):
     """run(inputs, targets): lists, one tensor a microbatch -> the loss; sets .grad of host parameters, or
-    updates them. `loss_fn(y, target)` is a sum over the rows of a microbatch; the loss, over all."""
+    updates them. `loss_fn(y, target)` is a sum over the rows of a microbatch, the loss one over all."""
 
     def __init__(self, layers: Sequence[nn.Module], loss_fn: Callable, stash: str = "device"):
         require_one_of(("device", "host"), stash=stash)

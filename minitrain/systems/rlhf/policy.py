@@ -142,6 +142,8 @@ def ppo_step(actor, critic, reference, reward, losses, batch: Batch, *groups, kl
     costs kl · log(π / π_ref). Returns the KL as well."""
     require_nonnegative(kl=kl)
     require_positive_ints(updates=updates)
+    if (batch.targets[:, -1] == MASKED).any():
+        raise ValueError("an answer ends before its row: give rows in which every last target counts")
     counts, rows = batch.targets != MASKED, torch.cat((batch.tokens, batch.targets[:, -1:]), 1)
     old, before = (read(model, log_probs, batch) for model in (actor, reference))
     values = read(critic, lambda logits, _: logits[..., 0].clone(), batch)

@@ -35,9 +35,7 @@ def filling(peak, steps=40):
 def roofs(shares=21):
     xs = [Fraction(i, shares - 1) for i in range(shares)]
     found = [offload.fuyou_phases(WORK, SERVER, x) for x in xs]
-    lines = {
-        phase: {what: [each[phase][what] for each in found] for what in found[0][phase]} for phase in found[0]
-    }
+    lines = {p: {what: [each[p][what] for each in found] for what in found[0][p]} for p in found[0]}
     return memory_charts.roofs(xs, lines, chosen=float(offload.fuyou_share(WORK, SERVER)), title=LONG)
 
 

@@ -213,9 +213,7 @@ def norm_on_ranks(max_norm, say_it):
         params["idle"].grad = torch.zeros(2, dtype=torch.float64)
     place(params["idle"], shards=(Shard(0, columns),))
     norm = clip_grad_norm(params.values(), max_norm)
-    places = {
-        name: [(cut.dim, cut.group.size(), cut.group.rank()) for cut in cuts.get(name, ())] for name in params
-    }
+    places = {n: [(cut.dim, cut.group.size(), cut.group.rank()) for cut in cuts.get(n, ())] for n in params}
     return norm, {name: (param.grad, places[name]) for name, param in params.items()}
 
 

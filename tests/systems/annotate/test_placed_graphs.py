@@ -242,9 +242,7 @@ def draws(count, axes, seed):
             if random_.random() < 0.5:
                 placed = propagate(graph, axes, annotations)
             else:
-                placed = choose(
-                    graph, axes, {name: tuple(places.values()) for name, places in annotations.items()}
-                )
+                placed = choose(graph, axes, {n: tuple(p.values()) for n, p in annotations.items()})
         except ValueError as error:
             assert "is not a multiple" in str(error)
             continue

@@ -93,6 +93,8 @@ def test_checkfreq(tmp_path):
     """The interval is the smallest with an overhead of 3.5 % at most, and follows the time of a step; no state
     is torn, and what is measured are times of this run. A copy runs beside forward and backward; the update waits."""
     held_copies(tmp_path / "held", "checkfreq")
+    test_all_ranks_save_in_the_same_steps()  # the write binds: 2 steps, 1 without it
+    test_the_time_of_a_step_is_without_what_it_waited()
     ranks = launch.run(measured, str(tmp_path), ranks=2)
     for seen, differs in ranks:
         assert differs.keys() >= {1, 3} and not any(differs.values()) and seen and seen == ranks[0][0]

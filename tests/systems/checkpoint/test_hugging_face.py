@@ -165,9 +165,7 @@ def test_gpt2():
     state, config = gpt2_state(), config_of(GPT2)
     expected = gpt2_forward(state, GPT2)
     assert config.activation == "gelu_tanh" and apart(state, config, expected) < TOLERANCE
-    bare = {
-        name.removeprefix("transformer."): value for name, value in state.items() if name != "lm_head.weight"
-    }
+    bare = {n.removeprefix("transformer."): v for n, v in state.items() if n != "lm_head.weight"}
     assert apart(bare, config, expected) < TOLERANCE  # as the files on the hub have it
     assert 1e-4 < apart(state, replace(config, activation="gelu"), expected) < 1e-1
     assert config_of(GPT2 | {"activation_function": "gelu"}).activation == "gelu"

@@ -85,9 +85,7 @@ def test_lucid():
         plain = simulate(jobs, [Node("x", 1)] * 8, gang)
         found = simulate(jobs, [Node("x", 1)] * 8, lucid(order=lambda job: job.at_s))
         assert found.mean_jct_s < plain.mean_jct_s
-        pairs = [
-            (name, share) for _, shares in found.history for name, share in shares.items() if share.partner
-        ]
+        pairs = [(n, s) for _, shares in found.history for n, s in shares.items() if s.partner]
         load = {job.name: job.load for job in jobs}
         assert pairs and all(load[name] + share.partner.load <= 1 for name, share in pairs)
         assert all(share.rate == pytest.approx(1 / 1.1) for _, share in pairs)

@@ -12,7 +12,7 @@ from minitrain.data_parallel import states
 from minitrain.model.data.batches import Rows, random_tokens
 from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
-from minitrain.precision.fp8_lm import next_mu, wide
+from minitrain.precision.fp8_lm import narrow, next_mu, wide
 from minitrain.precision.mixed import widen
 from minitrain.precision.policies import POLICIES
 from minitrain.precision.rounding import round_to
@@ -191,6 +191,17 @@ def test_fp8_lm():
     """2 + 1 + 1 + 2 = 6 bytes per parameter against 16, and 4 for each scale of a tensor; bytes of the gradients'
     all-reduce exactly half of bfloat16's, and 8 of each tensor. The factor keeps sums from overflowing."""
     test_sums_of_equal_gradients_overflow_until_the_factor_is_small_enough_and_then_never()
+
+    def updated(unit):
+        param = torch.nn.Parameter((narrowed := narrow(torch.linspace(-1, 1, 64) * unit, torch.float16))[0])
+        param.largest, param.grad_dtype = narrowed[1], FP8
+        optimizer = AdamW([param], lr=0.1 * unit, eps=0.0, weight_decay=0.0)
+        for _ in range(3):
+            param.grad, param.grad_largest = narrow(torch.linspace(0.5, 2, 64) * unit, FP8)
+            optimizer.step()
+        return wide(param, param.largest) / unit
+
+    assert torch.equal(updated(1.0), updated(2.0**-30))  # scales take any power of two out of all numbers
 
     def rank():
         found = {}

@@ -81,6 +81,11 @@ def test_dtr():
     small, large = evictor.run("made", [evictor.constant(1)], [3, 6], cost=10)
     evictor.run("more", [], [4], cost=1)
     assert small.resident and not large.resident
+    evictor = Evictor(12)  # of two results of one size the dear one is staler, and stays
+    inputs = [evictor.constant(1)]
+    (dear,), (cheap,) = (evictor.run("made", inputs, [4], cost=cost) for cost in (10, 1))
+    evictor.run("more", [], [4], cost=1)
+    assert dear.resident and not cheap.resident
 
     for layers in (16, 256):
         x = torch.linspace(-2, 2, 32, dtype=torch.float64, requires_grad=True)

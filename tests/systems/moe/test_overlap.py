@@ -282,6 +282,8 @@ def test_mpipemoe():
             assert forward == (3 * chunk, 2 * chunk) and backward == (5 * chunk, 4 * chunk)
             for_products = expert_overlap.mpipemoe_rows(2 * TOKENS, chunks, reused=True) * D * 4
             assert forward[1] == for_products
+    test_equals_a_loop_over_tokens_in_one_process(2, "spread", "reused")
+    test_the_same_bytes_in_more_messages(2, "spread")
 
 
 # ---- two microbatches in turns ---------------------------------------------------------------------------

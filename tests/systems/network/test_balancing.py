@@ -92,9 +92,7 @@ def test_megascale_network():
     """Uplinks twice as fast as downlinks: 64 flows of 400G, or 128 of 200G, on 64 uplinks of 400G."""
     for flows, links, ratio in ((4, 3, 2), (5, 2, 2), (3, 3, 1), (6, 2, 3)):
         every = placements(flows, links)
-        rates = [
-            sum(count * min(Fraction(1), Fraction(ratio, count)) for count in one.values()) for one in every
-        ]
+        rates = [sum(n * min(Fraction(1), Fraction(ratio, n)) for n in one.values()) for one in every]
         assert mean_rate(flows, links, ratio) == sum(rates) / len(every) / flows
     assert [round(float(rate), 3) for rate in (mean_rate(64, 64), mean_rate(128, 64, 2))] == [0.635, 0.731]
 

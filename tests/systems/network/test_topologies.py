@@ -210,9 +210,7 @@ def test_hammingmesh():
     columns are as near as neighbours."""
     graph = hammingmesh(2, 2, 4, 4)
     assert {sum(graph.rates[host, near] for near in graph.next[host]) for host in graph.hosts} == {4}
-    cycles = [
-        frozenset(map(frozenset, zip(ring, [*ring[1:], ring[0]]))) for ring in islice(rings(torus(4, 4)), 400)
-    ]
+    cycles = [frozenset(map(frozenset, zip(r, [*r[1:], r[0]]))) for r in islice(rings(torus(4, 4)), 400)]
     one, other = next((a, b) for i, a in enumerate(cycles) for b in cycles[:i] if not a & b)
     assert len(one) == len(other) == 16 and len(one | other) == len(torus(4, 4).rates) // 2
     for board in (1, 2, 3):
@@ -285,9 +283,7 @@ def test_rail_only():
     for N, K in ((4, 4), (3, 5)):
         graph = rails(N, K, 0, nvlink=9, rate=1)
         busy = loads(graph, permutations(graph.hosts, 2), spray)
-        nvlink, rail = (
-            max(load for (a, b), load in busy.items() if b[0] == kind) for kind in ("nvswitch", "leaf")
-        )
+        nvlink, rail = (max(x for (a, b), x in busy.items() if b[0] == kind) for kind in ("nvswitch", "leaf"))
         assert nvlink / rail == overhead(N, K, 9, 1)
     assert [
         round(100 * float(overhead(*sizes)), 1) for sizes in ((128, 256, 450, 50), (512, 64, 300, 25))

@@ -260,9 +260,7 @@ def test_smartmoe_switches_when_that_pays():
         moved = sum(a != b for a, b in zip(current, holders))
         return steps * 3 * float(largest(loads, holders, 4)) * 1e-6 + 7 * moved
 
-    taken = {
-        steps: expert_pools.switched(pool, current, loads, costs, steps) for steps in (0, 1, 300, 600, 10_000)
-    }
+    taken = {n: expert_pools.switched(pool, current, loads, costs, n) for n in (0, 1, 300, 600, 10_000)}
     for steps, holders in taken.items():
         assert total(holders, steps) == min(total(other, steps) for other in pool)
     assert taken[0] == taken[1] == current and len({*taken.values()}) > 1

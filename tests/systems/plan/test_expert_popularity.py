@@ -121,9 +121,7 @@ def test_a_guess_is_exact_where_the_path_decides():
 def test_longer_paths_see_further():
     """The expert two layers back decides: one layer tells nothing."""
     samples = [(a, 0, a) for a in (0, 1, 2, 2)]
-    guesses = [
-        expert_pools.expected(expert_pools.profiled(samples, length), 2, [(1, 0)], 3) for length in (0, 1, 2)
-    ]
+    guesses = [expert_pools.expected(expert_pools.profiled(samples, n), 2, [(1, 0)], 3) for n in (0, 1, 2)]
     assert guesses == [[Fraction(1, 4), Fraction(1, 4), Fraction(1, 2)]] * 2 + [[0, 1, 0]]
 
 

@@ -67,9 +67,7 @@ def least(graph):
     """The lowest peak of all orders, from sets of operators done to larger ones."""
     count = len(graph.operators)
     written = {name: n for n, one in enumerate(graph.operators) for name in one.writes}
-    readers = {
-        name: {n for n, one in enumerate(graph.operators) if name in one.reads} for name in graph.sizes
-    }
+    readers = {x: {n for n, one in enumerate(graph.operators) if x in one.reads} for x in graph.sizes}
 
     def alive(name, done, now):
         if name in written and written[name] != now and written[name] not in done:

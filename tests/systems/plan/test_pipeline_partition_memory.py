@@ -88,9 +88,7 @@ def test_mcap():
 @pytest.mark.parametrize("seed", range(4))
 def test_the_smallest_peak_equals_brute_force(seed):
     draw = random.Random(seed)
-    table = {
-        (stage, a, b): draw.randint(1, 100) for stage in range(4) for a in range(8) for b in range(a + 1, 9)
-    }
+    table = {(s, a, b): draw.randint(1, 100) for s in range(4) for a in range(8) for b in range(a + 1, 9)}
 
     def of(stage, layers):
         return table[stage, layers.start, layers.stop]

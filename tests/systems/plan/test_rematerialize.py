@@ -113,6 +113,9 @@ def test_checkmate():
             extra.append(plan.extra)
         assert checkmate(nodes, sum(node.bytes + node.scratch for node in nodes)).extra == 0
     assert min(extra) > 0  # budgets under which something must be computed again
+    # beside node 3 node 0 may stay, or 1 and 2: two cheap ones are computed again, not one dear
+    nodes = [Node(9, 4), Node(1, 2), Node(1, 2), Node(1, 1, (), 5), Node(1, 1, (0, 1, 2, 3))]
+    assert checkmate(nodes, 10).cost == brute_force(nodes, 10) == 13 + 2
     draw, dearer = random.Random(1), 0
     for n in (4, 6, 8, 9):
         costs, sizes = ([draw.randint(1, 9) for _ in range(n)] for _ in range(2))

@@ -45,9 +45,7 @@ def test_cassini():
     assert fits == [Part(1, 2), Part(3, 4), 1]
     assert [iterations(shift, 6, 6, 6) for shift in (0, 3, 6)] == [[18] * 2, [15] * 2, [12] * 2]
     for first, second in (((6, 2), (4, 1)), ((6, 4), (4, 2)), ((5, 1), (3, 1))):
-        busy = lambda job, shift: {
-            (shift + at + i) % 60 for i in range(0, 60, job[0]) for at in range(job[1])
-        }
+        busy = lambda job, shift: {(shift + j + i) % 60 for i in range(0, 60, job[0]) for j in range(job[1])}
         by_hand = [1 - Part(len(busy(first, 0) & busy(second, shift)), 60) for shift in range(second[0])]
         assert [compatibility((first, second), (0, shift)) for shift in range(second[0])] == by_hand
         assert best_shift(first, second) == by_hand.index(max(by_hand))

@@ -39,7 +39,7 @@ def test_tmof(copy_s):
     assert not any(disjoint.is_slowed(name) for name in disjoint.tasks)
     assert same.carried("to host") == disjoint.carried("to host") == 8 * 5 * copy_s, "as many bytes leave"
     found = swaps.swap_sets(2, [copy_s * 5] * 8, LAYER_S, 5, enough=4 * 5 * copy_s)
-    assert forward(found, copy_s).end_s <= disjoint.end_s
+    assert forward(found, copy_s).end_s <= disjoint.end_s and all(len(some) >= 4 for some in found)
     test_opposed_directions_use_both_ways_of_the_bus(2, 3)
 
 

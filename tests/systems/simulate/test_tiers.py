@@ -127,7 +127,7 @@ def test_smart_infinity():
     assert swaps.host_bytes(Sizes(), near=True) == {"written": 4, "read": 2}
     assert swaps.host_bytes(Sizes(), near=False) == {"written": 18, "read": 16}
     inside = [
-        sum(run.carried(f"{way} {d}") for d in range(3)) for run in (cpu, near) for way in ("read", "write")
+        sum(run.carried(f"{w} {d}") for d in range(3)) for run in (cpu, near) for w in ("read", "write")
     ]
     assert inside == [n * 16, n * 18, n * 18, n * 16], "as much for the disks themselves"
     ratio = [update_s(devices, False) / update_s(devices, True) for devices in (1, 2, 4, 8, 16, 32, 64)]

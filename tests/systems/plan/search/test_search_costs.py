@@ -29,9 +29,7 @@ def problem(degrees, layers=LAYERS, **changes):
 
 def drawn_words(seed, degrees, layers):
     draw = random.Random(seed)
-    shardings = [
-        [sharding for sharding in SHARDINGS if (sharding == "tp") <= bool(layer.keeps)] for layer in layers
-    ]
+    shardings = [[one for one in SHARDINGS if (one == "tp") <= bool(layer.keeps)] for layer in layers]
     shardings = [
         [sharding for sharding in some if not layer.keeps or sharding not in ("col", "row")]
         for some, layer in zip(shardings, layers)
