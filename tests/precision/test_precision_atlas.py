@@ -15,6 +15,7 @@ from minitrain.model.training.optim import AdamW
 from minitrain.plan.strategy import Strategy
 from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Blocks, dequantize, quantize
+from minitrain.precision.policies import POLICIES
 from minitrain.precision.products import PRODUCTS, Scales, multiply
 from minitrain.systems.precision.narrow_sums import sum_in, tensor_core_matmul
 
@@ -124,6 +125,15 @@ def test_bf16(losses):
     assert losses["bfloat16", "kept"] == {"torch.bfloat16"}
     tiny = torch.tensor(2.0**-100)
     assert tiny.bfloat16() == tiny and tiny.half() == 0
+    kept = {}  # of ten updates, each less than half of what bfloat16 can tell from 1
+    for master in (POLICIES["bfloat16"].master, "bfloat16"):
+        weight = torch.nn.Parameter(torch.ones(1).bfloat16())
+        optimizer = AdamW([weight], lr=1e-3, master_dtype=getattr(torch, master))
+        weight.grad = torch.ones_like(weight)
+        for _ in range(10):
+            optimizer.step()
+        kept[master] = weight.item()
+    assert kept == {"float32": 0.98828125, "bfloat16": 1.0}
 
 
 def test_mx_formats(losses):
@@ -134,6 +144,7 @@ def test_mx_formats(losses):
     x = torch.randn(4, 64, generator=draw)
     for name in bits:
         q, f = quantize(x, name), RECIPES[name].format
+        assert 8 * q.nbytes == bits[name] * x.numel()
         amax = x.unflatten(-1, (2, 32)).abs().amax(-1)
         assert torch.equal(q.scales.float(), 2.0 ** (amax.log2().floor() - math.floor(math.log2(f.max))))
     x[:, 3] *= 1000

@@ -85,6 +85,8 @@ def test_a_few_runs_of_each_kind_predict_what_is_as_good_as_the_best():
         mixed += best < min(time(graph, ()), time(graph, all_half(graph)))
         assert chosen <= 1.02 * best
     assert mixed > 10
+    exact = {key: [(n, true(key, n)) for n in (10, 1000)] for key in slope}
+    assert [op.full for op in predicted(parts, exact)] == pytest.approx([op.full for op in graph])
 
 
 def test_casts_that_cost_more_than_they_gain_are_not_made():

@@ -133,7 +133,8 @@ def test_in_memory_ckpt():
     tried = [100 * 1.1**k for k in range(36)]
     best_s = lambda **level: min(tried, key=lambda interval_s: run(interval_s, 1500, **level).waste)
     assert best_s(disk=DISK) / best_s(memory=MEMORY) == pytest.approx(sqrt(24), rel=0.15)
-    both = two_level_run(plan.best_two_levels(MEMORY, DISK, LLAMA_S, SURVIVES)).waste
+    chosen = plan.best_two_levels(MEMORY, DISK, LLAMA_S, SURVIVES)
+    both = two_level_run(chosen).waste
     disk_alone = run(plan.exact_s(DISK.stall_s, LLAMA_S), disk=DISK).waste
     # Memory alone: a tenth of the failures begin the job again, so it must be short to end at all.
     jobs = []
@@ -145,6 +146,7 @@ def test_in_memory_ckpt():
         jobs.append(simulate(30 * LLAMA_S, interval_s, failures, memory=MEMORY, memory_survives=survives))
     memory_alone = 1 - sum(job.useful_s for job in jobs) / sum(job.elapsed_s for job in jobs)
     assert both < 0.5 * disk_alone < 0.5 * memory_alone
+    assert both == pytest.approx(plan.two_levels_waste(chosen, MEMORY, DISK, LLAMA_S, SURVIVES), rel=0.02)
     assert both == pytest.approx(0.08, abs=0.002) and disk_alone == pytest.approx(0.18, abs=0.01)
     never = run(plan.young_s(MEMORY.stall_s, LLAMA_S), memory=MEMORY).waste
     assert never < both, "the control: were memory never lost, it would do alone"

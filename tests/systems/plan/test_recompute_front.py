@@ -54,6 +54,8 @@ def some_units(seed: int) -> list[Unit]:
 def test_yuan_pareto():
     """The front is the exhaustive Pareto set; an offloaded stage adds no time while its bytes cross in the
     compute time of an interval, and exactly the rest when they do not."""
+    test_a_stage_waits_for_what_does_not_cross_in_time()
+    test_one_link_carries_one_stage_at_a_time()
     for units in (BLOCK, *map(some_units, range(40))):
         found = front(units)
         assert {(choice.bytes, choice.time) for choice in found} == exhaustive(units)
@@ -99,4 +101,4 @@ def test_one_link_carries_one_stage_at_a_time():
     the third until the first has left."""
     actions = [("F", m, 1) for m in range(4)] + [("B", m, 9) for m in (0, 1, 2, 3)]
     # F0 0-1, out 1-4; F1 1-2, out 4-7; F2 from 4 to 5, out 7-10; F3 from 7 to 8; B0 is fetched from 7 to 10
-    assert offloaded(actions, 3, 1).time == 10 + 4 * 9
+    assert offloaded(actions, 3, 1) == (10 + 4 * 9, 3)  # from 7 on two are on their way out and one back

@@ -59,6 +59,8 @@ def test_lynx():
         assert sum(t.bytes for t, place in zip(problem[0], quick.places) if place == KEPT) <= share * layers
         worst = max(worst, (layers * STEP + quick.exposed) / (layers * STEP + best.exposed))
     assert 1 < worst < 1.1
+    test_what_reads_a_late_result_is_late()
+    assert repeated(LAYER, [100, 100], 3, 0).exposed == sum(time for time, _ in UNITS)  # the first layer's
     first, others = (brute_force(LAYER, [window] * 2, 6) for window in (0, 5))  # HEU's, each with its room
     assert repeated(LAYER, [5, 5], 3, 18).exposed == first + 2 * others < 3 * first
 

@@ -84,6 +84,9 @@ def test_int4_xi(monkeypatch):
         biased = of((rows != 0) * g)
         assert ((biased.mean(0) - of(g)) / sigma).square().mean() > 100
     test_half_of_the_rows_are_kept_the_heavy_ones_surely()
+    test_rounding_by_chance_is_unbiased_and_never_exceeds_119()
+    with monkeypatch.context() as patch:
+        test_backward_is_right_on_average(patch)
     far = normal(64, 32) * torch.where(torch.arange(32) == 5, 30, 1)
     errors = [(int4.hadamard(dequantize(INT4.enter(far, ALONE), exact)) - far).norm()]
     monkeypatch.setattr(int4, "hadamard", lambda x, *_: x)

@@ -18,7 +18,7 @@ from minitrain.precision.blocks import Blocks, Quantized, dequantize, quantize
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.precision import int8 as flow
 from tests.parallel import small
-from tests.precision import training
+from tests.precision import test_int8_products, training
 from tests.precision.training import distance, rows, started
 
 CONFIG = small(d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, num_layers=2, tied=False, max_positions=64)
@@ -200,6 +200,9 @@ def test_jetfire():
     codes, scales = (sum(getattr(q, part).numel() for q in kept) for part in ("codes", "scales"))
     assert codes == fp16 / 2 and scales == fp16 / 2048 and {q.codes.dtype for q in kept} == {torch.int8}
     test_what_a_block_hands_over_are_codes()
+    test_a_block_is_the_block_with_rounding_between_operators({})
+    test_int8_products.test_a_block_is_summed_as_integers_and_scaled_once()
+    test_int8_products.test_the_codes_of_one_direction_serve_the_other((2, 40, 75, 50))
     x = normal(256, 512)
     x[:, 5] *= 100
     ways = "int8_32x32", Blocks("int8", (0,)), Blocks("int8")

@@ -103,6 +103,11 @@ def test_flexflow():
     problem = problems.example(shardings=("dp", "col", "row"))
     found, best = simulated.flexflow(problem), every_simulated(problem)
     assert found.cost == best.cost and found.looked_at < best.looked_at / 4
+    tasks = simulated.tasks_of(problem, found.choice)
+    ends, work = dict(zip((task.name for task in tasks), simulated.simulate(tasks))), problem.compute_seconds
+    assert all(end >= ends["B", name[1]] for name, end in ends.items() if name[0] == "sum")
+    seconds = sum(work(layer, one, problem.levels) for layer, one in zip(problem.layers, found.choice))
+    assert sum(task.seconds for task in tasks if task.stream == "compute") == pytest.approx(seconds)
     check_delta(problem)
     check_stationary()
 
@@ -274,6 +279,8 @@ def test_rl_placement():
     assert all(found.cost == simulated.placement_seconds(six, found.choice) for found in ends)
     blind = [simulated.reinforce(six, seed=seed, rate=0.0) for seed in range(10)]
     assert sum(found.cost == best.cost for found in blind) < 5
+    slow = replace(six, levels=(problems.Level(2, 1.0),))  # whose messages cost more than anything else
+    assert {*simulated.reinforce(slow).choice} in ({0}, {1})
     assert simulated.reinforce(problems.example()).cost == every_placement(problems.example()).cost
 
 

@@ -31,6 +31,7 @@ GATED = ("matmul", ("mul", ("matmul", X, W("a")), ("matmul", X, W("b"))), W("c")
 def test_unity():
     """Every graph that rewrites lead to computes the same, also with odd numbers; a rule that does not is
     noticed. The joint search costs no more than algebra first, and less where a merger stands in the way."""
+    test_unity_prices()
     shapes = {"x": (8, 8), "a": (8, 12), "b": (8, 12), "c": (12, 8)}
     draw = numpy.random.default_rng(0)
     arrays = {name: draw.integers(-5, 6, shape).astype(float) for name, shape in shapes.items()}
@@ -117,6 +118,9 @@ def test_unity_prices():
     assert programs.seconds(MLP, shapes, rates) == 2 * 6 * 8 * 8 * 12 / 64 + 3 * 2 * 0.5
     terms = ("reduce", ("matmul", ("partition", 1, X), ("partition", 0, W("a"))))
     assert programs.seconds(terms, shapes, rates) == 6 * 8 * 2 * 12 / 64 + 1 + 2 * 3 / 4 * 8 * 12 * 4 / 32
+    rows = ("combine", 0, ("matmul", ("partition", 0, X), ("replicate", W("a"))))
+    sent = (3 / 4 * 8 * 12 + 2 * 3 / 4 * 8 * 12) * 4  # a gather; the copies' gradients are summed
+    assert programs.seconds(rows, shapes, rates) == 6 * 2 * 8 * 12 / 64 + 1 + sent / 32
 
 
 def run(g, arrays, devices):
@@ -161,6 +165,7 @@ def test_nnscaler():
     check_1f1b()
     check_interlaced()
     check_co_shard()
+    assert programs.times(dict.fromkeys("ab", programs.Operator(1, device=0))) == {"a": 1, "b": 2}
     program, devices, fits, *expert = programs.pipeline_program(1, 1)
     few, every = programs.search(program, devices, fits, *expert), programs.search(program, devices, fits)
     assert few.cost == every.cost == 9 and (few.looked_at, every.looked_at) == (34, 5136)
