@@ -162,7 +162,7 @@ def test_parallel_3d():
     """2 x 2 x 2 is the least: rank = ((dp * PP) + pp) * TP + tp, or in an order of choice."""
     plain = Strategy(dp=2, pp=2, tp=2, microbatches=2, precision="float64")
     orders = ["dp-pp-cp-tp", "pp-dp-cp-tp", "tp-pp-dp-cp"]
-    found = compared([replace(plain, order=order) for order in orders], ranks=8)
+    found = compared([plain, *(replace(plain, order=order) for order in orders[1:])], ranks=8)
     for order, ranks in zip(orders, found):
         axes = [axis for axis in order.split("-") if axis != "cp"]
         for axis in axes:

@@ -92,6 +92,7 @@ def test_a_layout_that_means_nothing_is_refused():
 
 def test_gspmd():
     """X's rows and W1's columns are annotated: W2 is cut by rows, there is one all-reduce, and y is that of one process."""
+    test_what_leaves_dims_as_they_are_goes_first_and_the_cheaper_letter_wins()
     placed = propagate(MLP, {"axis0": 2, "axis1": 2}, {"x": {"axis0": S(0)}, "w1": {"axis1": S(1)}})
     assert placed.specs["w2"] == (B, S(0)) and placed.specs["a"] == (S(0), S(1))
     error, sent_bytes, calls = on_ranks(placed)

@@ -14,6 +14,7 @@ from minitrain.model.training.optim import AdamW
 from minitrain.ranks.ledger import Ledger
 from minitrain.systems.memory.chunks import ChunkedTraining, best_chunk, pack, utilization
 from tests.parallel import small
+from tests.systems.memory import test_prefetch
 
 TOKENS = torch.arange(40).view(5, 8) * 7 % 29
 POSITIONS = torch.arange(8)
@@ -136,6 +137,8 @@ def held(ledger):
 
 def test_model_data_are_14_bytes_a_parameter_and_plainly_16():
     """And training in them is training, with as few loads as there can be: the farthest next use goes."""
+    test_prefetch.test_lru_and_belady_differ()
+    assert best_chunk([1, 2, 2, 1], 6) == 3
     plain, model = make_model(), make_model()
     total = sum(param.numel() for param in model.parameters())
     optimizer = AdamW(plain.parameters(), lr=1e-2, master_dtype=torch.float32)

@@ -16,7 +16,7 @@ from minitrain.systems.moe import balance
 from minitrain.systems.plan import expert_placement as plan
 from tests.moe.by_token import by_token, experts_of, grads_of, joined, loss_of, numbers, tokens_of
 from tests.parallel import Traffic
-from tests.systems.moe import test_two_level
+from tests.systems.moe import test_travel, test_two_level
 from tests.systems.plan import test_expert_placement
 
 N, D, WIDE, E, WORD = 40, 5, 11, 8, 8  # 2·D·WIDE = 110: three slices of it are unequal
@@ -369,6 +369,7 @@ def test_the_planner_counts_what_ranks_do(ranks, case):
 def test_fastermoe(ranks):
     """The chosen shadows are the best of all sets under the cost model; with them output and gradients are
     those of one process, and of the rows that ranks computed the most over the mean falls."""
+    test_travel.test_shadows_keep_rows_at_home_and_send_copies(1)
     counts = counts_of(ranks)
     remote = [sum(row[e] for r, row in enumerate(counts) if r != e // (E // ranks)) for e in range(E)]
 
