@@ -118,12 +118,7 @@ def test_which_card_has_a_kernel():
     assert not has_flash(CUDA, torch.float32, 64, h100) and not has_flash(CUDA, bf16, 264, h100)
     assert not has_flash(CUDA, bf16, 64, (7, 5)), "Turing has none"
     for card in ((8, 6), (8, 9), (12, 0)):  # little shared memory: no backward for these widths
-        assert [has_flash(CUDA, bf16, width, card) for width in (192, 200, 224, 256)] == [
-            True,
-            False,
-            False,
-            True,
-        ]
+        assert [has_flash(CUDA, bf16, w, card) for w in (192, 200, 224, 256)] == [True, False, False, True]
 
 
 def numbers(queries=13, keys=13, heads=4, kv_heads=2, width=6, values=6):

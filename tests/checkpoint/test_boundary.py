@@ -81,9 +81,7 @@ def asked(saver, hold, names):
 
 def all_layouts(folder, layouts):
     numbered = enumerate(layouts.items())  # every second one copies by layer, and has its control
-    return {
-        name: at_the_boundary(f"{folder}/{n}", CASES[1 - n % 2], **layout) for n, (name, layout) in numbered
-    }
+    return {name: at_the_boundary(f"{folder}/{n}", CASES[1 - n % 2], **a) for n, (name, a) in numbered}
 
 
 @pytest.fixture(scope="module")

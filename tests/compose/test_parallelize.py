@@ -303,10 +303,6 @@ def test_decay_by_group_means_the_same_whatever_is_cut():
     ((reference,),) = launch.run(rank, [Strategy()], 0.5, ranks=1)
     ((other,),) = launch.run(rank, [Strategy()], 0.0, ranks=1)
     assert difference(other, reference) > 1e-3
-    ways = [
-        *(Strategy(dp=2, zero=zero) for zero in (1, 2, 3)),
-        Strategy(tp=2),
-        Strategy(dp=2, node=2, zero="III"),
-    ]
+    ways = [*(Strategy(dp=2, zero=z) for z in (1, 2, 3)), Strategy(tp=2), Strategy(dp=2, node=2, zero="III")]
     for outcomes in launch.run(rank, ways, 0.5, ranks=2):
         assert max(difference(outcome, reference) for outcome in outcomes) < TOLERANCE

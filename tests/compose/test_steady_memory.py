@@ -71,11 +71,7 @@ def training(config, strategy):
             return []
         memories = [hook for hook in run.runner.hooks if isinstance(hook, SliceMemory)]
         cores = [core for memory in memories for some in memory.cores.values() for core in some]
-        return [
-            *run.runner.in_flight,
-            *run.runner.boundary,
-            *(unit for core in cores for unit in core.slices),
-        ]
+        return [*run.runner.in_flight, *run.runner.boundary, *(u for core in cores for u in core.slices)]
 
     return step, left, run
 

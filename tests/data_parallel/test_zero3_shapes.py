@@ -191,7 +191,5 @@ def test_modules_of_any_shape_equal_plain_pytorch_or_are_refused_by_name():
     told = {seed: said for seed, (kind, said) in first.items() if kind == "error"}
     assert kinds["differs"] == kinds["accepted"] == 0, first
     names = ("blocks.", "head.")
-    assert all(said.startswith("ValueError") and any(n in said for n in names) for said in told.values()), (
-        told
-    )
+    assert all(s.startswith("ValueError") and any(n in s for n in names) for s in told.values()), told
     assert kinds["equal"] > 0.6 * DRAWS

@@ -190,9 +190,7 @@ def train(kind, units=None):
 
 def both_ways(kind):
     """The default units against the same given by hand."""
-    return train(kind), train(
-        kind, lambda model: [model.get_submodule(name) for name in MODELS[kind][1].split()]
-    )
+    return train(kind), train(kind, lambda model: [model.get_submodule(n) for n in MODELS[kind][1].split()])
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])

@@ -216,8 +216,7 @@ def test_finer_tiles_spare_more_of_what_is_beside_an_outlier():
     errors = [(there_and_back(x, Blocks("int8", tile)) - x).norm() for tile in ((), (32, 32), (0,), (32,))]
     assert errors == sorted(errors, reverse=True) and errors[0] > 20 * errors[-1]
     fp8 = [
-        (there_and_back(with_outlier(), name) - with_outlier())[6:].norm()
-        for name in ("fp8_tensor", "fp8_1x128")
+        (there_and_back(with_outlier(), n) - with_outlier())[6:].norm() for n in ("fp8_tensor", "fp8_1x128")
     ]
     assert fp8[0] > 1.2 * fp8[1], "an outlier of 5e4 pushes the others below the smallest normal"
 

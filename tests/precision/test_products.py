@@ -370,10 +370,7 @@ def test_experts_in_low_precision_are_one_low_layer_each():
 
     for one in (up, gate, down):
         one.grad = None
-    parts = [
-        low(F.silu(low(part, gate[e])) * low(part, up[e]), down[e])
-        for e, part in enumerate(x.split([4, 0, 5]))
-    ]
+    parts = [low(F.silu(low(p, gate[e])) * low(p, up[e]), down[e]) for e, p in enumerate(x.split([4, 0, 5]))]
     torch.cat(parts).square().sum().backward()
     assert torch.equal(y, torch.cat(parts))
     assert all(torch.allclose(one.grad, grad, rtol=1e-12) for one, grad in zip((up, gate, down), grads))

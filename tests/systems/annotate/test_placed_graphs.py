@@ -269,9 +269,7 @@ def metered_run(placed, groups, values):
 
 def run_draws(count, axes, seed):
     groups = groups_of(axes)
-    return [
-        metered_run(placed, groups, random_values(placed.graph, seed)) for placed in draws(count, axes, seed)
-    ]
+    return [metered_run(p, groups, random_values(p.graph, seed)) for p in draws(count, axes, seed)]
 
 
 @pytest.mark.parametrize(

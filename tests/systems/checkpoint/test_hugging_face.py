@@ -192,10 +192,7 @@ def test_every_setting_is_read_or_refused():
         keys = {row["theirs"] for kind in ("size", "only", "read") for row in rows_of(family, kind)} | READ
         one_group = {"topk_group"} if settings.get("n_group") == 1 else set()  # of which there is no choice
         for key in (keys | settings.keys()) - unread - {"model_type"} - one_group:
-            assert any(noticed(settings, key, other) for other in others(key, settings.get(key))), (
-                family,
-                key,
-            )
+            assert any(noticed(settings, key, o) for o in others(key, settings.get(key))), (family, key)
 
 
 def others(key, value):

@@ -14,9 +14,7 @@ def planted(sizes, seed) -> tuple[list[int], list[list[int]]]:
     """[rank] -> rack in random order, and the racks as `clusters` would write them."""
     rack_of = [rack for rack, size in enumerate(sizes) for _ in range(size)]
     Random(seed).shuffle(rack_of)
-    return rack_of, sorted(
-        [r for r, rack in enumerate(rack_of) if rack == which] for which in range(len(sizes))
-    )
+    return rack_of, sorted([r for r, rack in enumerate(rack_of) if rack == w] for w in range(len(sizes)))
 
 
 def test_plink():

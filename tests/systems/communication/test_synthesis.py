@@ -80,11 +80,7 @@ def exists_by_brute_force(graph: Graph) -> bool:
     for to in graph.hosts:
         missing = [c for c in graph.hosts if c != to and c not in graph.next[to]]
         choices = product(graph.next[to], repeat=len(missing))
-        fits = (
-            all(c in graph.next[u] for c, u in zip(missing, pick))
-            for pick in choices
-            if len(set(pick)) == len(pick)
-        )
+        fits = (all(c in graph.next[u] for c, u in zip(missing, p)) for p in choices if len(set(p)) == len(p))
         if not any(fits):
             return False
     return True

@@ -91,9 +91,7 @@ def test_silent_corruption():
         assert ({who for who, _ in again[number]} == {rank}) == replay, plan
         assert ({who for who, _ in seen[number][1][0]} == {rank}) == replicas, plan
         assert (LAYER in seen[number][1][1]) == products, plan
-        assert not any(products for r in range(RANKS) if r != rank for _, products in ranks[r][0][number]), (
-            plan
-        )
+        assert not any(p for r in range(RANKS) if r != rank for _, p in ranks[r][0][number]), plan
     clean = [one for seen, again in ranks for run in seen[len(plans) :] for step in run for one in step]
     clean += [one for seen, again in ranks for run in seen for one in run[0]]
     clean += [one for _, again in ranks for one in again[len(plans) :]]

@@ -149,9 +149,7 @@ def test_a_death_at_each_point_and_newcomers(layout):
 def test_a_death_while_the_state_moves(layout, point, sizes):
     """3 dies in step 2; 1 when pieces move to the layout of three, or in its vote, or behind it before any copy."""
     out = launched(layout, [(2, 3, "start"), (2, 1, point)], int(layout == "zero1"), False)
-    assert [n for _, n, _ in out[0][1]] == sizes and [done for done, *_ in out[0][1][1:]] == [2] * len(
-        sizes[1:]
-    )
+    assert [n for _, n, _ in out[0][1]] == sizes and [d for d, *_ in out[0][1][1:]] == [2] * len(sizes[1:])
     assert difference(out) < 1e-12 and out[0][2] == 0
 
 

@@ -117,9 +117,7 @@ def test_welder():
         cuts = [[MLP], [MLP[:1], MLP[1:]], [MLP[:2], MLP[2:]], [[one] for one in MLP]]
         totals = [sum(fused(part, sizes, fast).moved for part in cut) for cut in cuts]
         assert sum(group.moved for group in groups) == min(totals)
-        assert [group.outputs for group in groups] == (
-            [("C", "G", "E")] if width == 64 else [("C",), ("G", "E")]
-        )
+        assert [g.outputs for g in groups] == ([("C", "G", "E")] if width == 64 else [("C",), ("G", "E")])
     assert ratios == {64: 0.12, 256: 1.02, 512: 1.3}
     tokens = 4096  # all weights stay on chip: only the rows go in and out
     assert fused(MLP, {"m": tokens, "k": 64, "l": 256, "n": 64}, fast).moved == 2 * tokens * 64 + 2 * 64 * 256

@@ -169,9 +169,7 @@ def test_the_ledger_sees_every_copy_and_the_buffers_on_the_host(tmp_path):
         assert ledger.host_bytes == 2 * BLOCK and ledger.live_bytes == 0 and ledger.peak_bytes == 4000
         copies = [event for event in ledger.events if type(event) is Copy]
         waited = {event.id for event in ledger.events if type(event) is Wait}
-        assert [copy.direction for copy in copies] == ["to_disk"] + ["from_disk", "to_disk"] * 2 + [
-            "from_disk"
-        ]
+        assert [c.direction for c in copies] == ["to_disk"] + ["from_disk", "to_disk"] * 2 + ["from_disk"]
         assert {copy.id for copy in copies} == waited
 
 

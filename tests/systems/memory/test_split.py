@@ -40,9 +40,7 @@ class Back:
 def tensors(B, T, D):
     generator = torch.Generator().manual_seed(0)
     shapes = (B, T, D), (D, 4 * D), (4 * D, D)
-    return [
-        torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True) for shape in shapes
-    ]
+    return [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
 
 
 def mlp(up, down):

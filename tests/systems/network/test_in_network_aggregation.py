@@ -88,9 +88,7 @@ def test_panama():
         path = Port(net, 40 + 10 * len(net.due)), tree, Port(net, 10, mark=(0, 1, 1))
         ina._Member(net, path, 20_000, law)
     net.run()
-    assert all(len(set(both)) == 1 for both in heard.values()) and [True] * 2 in heard.values(), (
-        "told to both"
-    )
+    assert all(len(set(b)) == 1 for b in heard.values()) and [True] * 2 in heard.values(), "told to both"
     doubled, _ = ina.panama((2, 3), trees=2, until_us=600)
     assert single > 0.95 and jain(doubled) > 0.99 and 1.9 < sum(doubled) <= 2
 

@@ -96,6 +96,4 @@ def test_nvswitch_sharp():
     sent = Counter()
     for (node, _), units in arriving(switch_tree(8, 8), 8).items():
         sent[node] += units
-    assert [share / sent[gpu] for gpu, share in enumerate(sent_shares(ring_all_reduce(8)))] == [
-        Fraction(7, 4)
-    ] * 8
+    assert [s / sent[gpu] for gpu, s in enumerate(sent_shares(ring_all_reduce(8)))] == [Fraction(7, 4)] * 8

@@ -17,9 +17,7 @@ each_direction = lambda name: LINKS[name].bandwidth_bytes_per_s / GB
 def test_nvlink():
     """Links of a GPU times the total of both directions: 160 GB/s is a P100's four, not one link's."""
     links = {"NVLink 1": (4, 40), "NVLink 2": (6, 50), "NVLink 3": (12, 50), "NVLink 4": (18, 50)}
-    assert {name: 2 * each_direction(name) for name in links} == {
-        name: n * each for name, (n, each) in links.items()
-    }
+    assert {a: 2 * each_direction(a) for a in links} == {a: n * each for a, (n, each) in links.items()}
     assert [n * each for n, each in links.values()] == [160, 300, 600, 900]
 
 

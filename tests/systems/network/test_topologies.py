@@ -154,9 +154,7 @@ def test_p2p_full_mesh(n):
     """B for a chip: all to all takes as long as through a switch, one pair n-1 times as long."""
     mesh, switch = full_mesh(n, Fraction(1, n - 1)), star(n, 1)
     every = list(permutations(range(n), 2))
-    all_to_all, pair = (
-        [max(loads(g, flows, spray).values()) for g in (mesh, switch)] for flows in (every, [(0, 1)])
-    )
+    all_to_all, pair = ([max(loads(g, f, spray).values()) for g in (mesh, switch)] for f in (every, [(0, 1)]))
     assert all_to_all == [n - 1, n - 1] and pair == [n - 1, 1]
 
 
@@ -268,9 +266,7 @@ def test_hpn():
     dual, single = dual_tor(32, 4, 4), leaf_spine(4, 8, 4)
     reached = lambda graph: sum(host in graph.distances(0) for host in range(32))
     assert reached(dual.without(("tor", 0, 1))) == 32 and reached(single.without(("leaf", 1))) == 24
-    assert all(
-        path[0][1] == path[-1][1] for path in ([n for n, _ in ecmp(dual, 0, 31, f)][1:] for f in range(20))
-    )
+    assert all(p[0][1] == p[-1][1] for p in ([n for n, _ in ecmp(dual, 0, 31, f)][1:] for f in range(20)))
     graph = fat_tree(8)
     flows = [(a, b, flow) for a, b in zip(graph.hosts[:16], graph.hosts[64:]) for flow in range(16)]
     used = lambda salted: len(between(loads(graph, flows, partial(ecmp, salted=salted)), "agg", "core"))

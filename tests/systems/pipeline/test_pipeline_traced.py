@@ -128,7 +128,4 @@ def check_tied():
     wanted = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     output.square().sum().backward()
-    assert all(
-        (parameter.grad - grad).abs().max() <= TOLERANCE
-        for parameter, grad in zip(model.parameters(), wanted)
-    )
+    assert all((p.grad - grad).abs().max() <= TOLERANCE for p, grad in zip(model.parameters(), wanted))

@@ -166,9 +166,7 @@ def test_autopipe():
         plan = stage_cuts.plan_autopipe(forward, backward, p, m)
         assert [unit for layers in plan.stages for unit in layers] == list(range(2 * blocks + 2))
         assert len(plan.stages) == p
-        assert max(total(work, layers) for layers in plan.stages) <= max(
-            total(work, layers) for layers in by_layers
-        )
+        assert max(total(work, a) for a in plan.stages) <= max(total(work, a) for a in by_layers)
         assert plan.time <= stage_cuts.simulated_step(by_layers, forward, backward, m).makespan
         assert plan.time <= stage_cuts.simulated_step(balanced(work, p), forward, backward, m).makespan
         if p <= 3:

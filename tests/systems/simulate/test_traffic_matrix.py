@@ -38,9 +38,7 @@ def step(config, strategy, ledger):
 
 
 def dry(config, strategy, ranks, ledger):
-    return {
-        rank: dryrun.run(step, config, strategy, ledger, rank=rank, ranks=strategy.ranks) for rank in ranks
-    }
+    return {r: dryrun.run(step, config, strategy, ledger, rank=r, ranks=strategy.ranks) for r in ranks}
 
 
 def counted(strategies):
