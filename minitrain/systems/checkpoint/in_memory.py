@@ -349,7 +349,7 @@ class ParityCopies:
     def recover(self, wanted: Iterable[int] | None = None) -> tuple[dict[str, Any], list[File]]:
         """As PeerCopies': a lost share is rebuilt first. Lost, on all ranks: more than one rank is gone."""
         gone = lambda there: [i for i, mine in enumerate(there) if not {file_name(i), PARITY} <= mine]
-        said = lambda ranks: f"ranks {ranks} are lost, parity brings back one" if len(ranks) > 1 else ""
+        said = lambda ranks: f"ranks {ranks} are lost, parity brings back one" if len(ranks) > 2 else ""
         step, manifest, there = self.shares.choose(lambda there: said(gone(there)))
         for rank in gone(there):
             self._rebuild(rank, step, manifest)

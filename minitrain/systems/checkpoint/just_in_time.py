@@ -66,7 +66,7 @@ class JustInTime:
 
     def save(self) -> None:
         for piece, version in zip(self.pieces, self.versions):
-            if False:
+            if version_of(piece.values) != version:
                 raise ValueError(f"{piece.name} was written to after the boundary")
         store, more = self.store, self.manifest | {"places": self.places}
         for later in (step for step in store.steps() if step >= self.step):

@@ -153,6 +153,7 @@ def test_the_same_bytes_in_more_messages(ranks, case):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tutel(ranks):
     """Chunk i+1 has left before the product of chunk i, and chunk i-1 is awaited after it; backward as well."""
+    test_equals_a_loop_over_tokens_in_one_process(ranks, "spread", "3 chunks")
     for rank in launched(ranks):
         forward, backward = rank["spread", "3 chunks"]["words"]
         # 0 are the counts; rows leave as 1, 2, 4; results as 3, 5, 6
@@ -166,6 +167,8 @@ def test_tutel(ranks):
 
 def test_fastermoe():
     """The rows of the next distance are on their way while those of this one are worked on, own rows first."""
+    test_equals_a_loop_over_tokens_in_one_process(4, "spread", "by peer")
+    test_the_same_bytes_in_more_messages(4, "spread")
     for rank in launched(4):
         forward, backward = rank["spread", "by peer"]["words"]
         assert forward == "+0 -0 +1 * +2 -1 * +3 +4 -2 * +5 -3 -4 * +6 -5 -6".split()

@@ -224,6 +224,8 @@ def test_aceso(monkeypatch):
                 measured = [staged.stage_seconds(case, stage) for stage in plan]
             assert measured[first[plan]] == max(measured)
     assert max(shares) < 0.05
+    by_bytes = staged.slowest(replace(case, memory_bytes=3), [1.0, 2.0], [4, 3])  # 4 are over the memory
+    assert by_bytes == [0, 1] and staged.slowest(case, [1.0, 2.0], [4, 3]) == [1, 0]
     plans = [aceso(tight).choice for tight in capped(aceso, blocks(1, shardings=("dp", "tp")))]
     assert any(option.again for plan in plans for stage in plan for option in stage.options)
     with pytest.raises(ValueError, match="found no plan in 1 bytes"):
