@@ -217,7 +217,6 @@ class PeerCopies:
 
     def send_some(self, budget_bytes: int) -> int:
         """What was on its way has arrived; as many chunks set out as this rank may send bytes -> how many."""
-        self.settle()
         rounds, sent = budget_bytes // (self.chunk_bytes * self.copies), 0
         while rounds > 0 and self.left:
             sent += self._next_chunk()
@@ -349,7 +348,7 @@ class ParityCopies:
     def recover(self, wanted: Iterable[int] | None = None) -> tuple[dict[str, Any], list[File]]:
         """As PeerCopies': a lost share is rebuilt first. Lost, on all ranks: more than one rank is gone."""
         gone = lambda there: [i for i, mine in enumerate(there) if not {file_name(i), PARITY} <= mine]
-        said = lambda ranks: f"ranks {ranks} are lost, parity brings back one" if len(ranks) > 2 else ""
+        said = lambda ranks: f"ranks {ranks} are lost, parity brings back one" if len(ranks) > 1 else ""
         step, manifest, there = self.shares.choose(lambda there: said(gone(there)))
         for rank in gone(there):
             self._rebuild(rank, step, manifest)

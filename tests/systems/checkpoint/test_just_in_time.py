@@ -61,7 +61,7 @@ def whole_run(strategy):
         ("pp", [0], strictly),
     ],
 )
-def test_jit_ckpt(tmp_path, layout, dying, rules):
+def test_jit_ckpt(tmp_path, layout, dying, rules, capfd):
     """Also where, as on NCCL, no wait raises. One of two replicas is killed in the middle of a step: the next start has lost that step and nothing
     else, and ends with the same bits; in a start without a failure nothing is sent or written."""
     strategy, ranks = LAYOUTS[layout], 2 if layout == "dp" else 4
@@ -77,7 +77,10 @@ def test_jit_ckpt(tmp_path, layout, dying, rules):
         assert first == 3 and after == losses[3:] and end == end_too
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("rank-*/step-*")) == saved
     if layout == "dp":
-        (tmp_path / "none").mkdir()
+        for name in ("none", "alone", "together"):
+            (tmp_path / name).mkdir()
+        test_what_is_saved_is_a_step(tmp_path / "alone", capfd)
+        test_survivors_make_a_whole(tmp_path / "together")
         for (losses, end, sent), (_, losses_too, end_too, sent_too) in zip(
             whole, launch.run(lambda: start(tmp_path / "none", **strategy), ranks=ranks)
         ):
