@@ -92,6 +92,7 @@ def test_reft(machines):
     for machine in machines:
         (kept,) = machine.rglob(f"step-*6/{PARITY}")
         assert longest / 3 <= kept.stat().st_size < longest / 3 + 400, "1/(n-1) and a header; a copy has all"
+    test_every_rank_is_rebuilt_from_the_others([machine / "each" for machine in machines], 4)
 
 
 def every_rank(machines):
