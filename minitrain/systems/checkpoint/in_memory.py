@@ -217,6 +217,7 @@ class PeerCopies:
 
     def send_some(self, budget_bytes: int) -> int:
         """What was on its way has arrived; as many chunks set out as this rank may send bytes -> how many."""
+        self.settle()
         rounds, sent = budget_bytes // (self.chunk_bytes * self.copies), 0
         while rounds > 0 and self.left:
             sent += self._next_chunk()

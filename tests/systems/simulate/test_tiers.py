@@ -43,6 +43,8 @@ def test_moesys():
         assert found == [max(0, fetch_s(layer) - t) for layer, t in zip(layers, behind)]
         hidden, exposed = hidden + found[1:].count(0), exposed + sum(wait > 0 for wait in found[1:])
     assert hidden > 50 and exposed > 50
+    test_the_cache_by_hand()
+    test_fading_counts_follow_popularity_that_moves()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 9])
