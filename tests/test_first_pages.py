@@ -284,9 +284,7 @@ def routed(k):
     router, experts = nn.Linear(6, 8, bias=False).double(), [net(6, 12, 6) for _ in range(8)]
     x, dy = torch.randn(24, 6).double().requires_grad_(), torch.randn(24, 6).double()
     weights, chosen = router(x).softmax(-1).topk(k)
-    rows = [
-        sum(w * experts[e](one) for w, e in zip(*both)) for *both, one in zip(weights, chosen.tolist(), x)
-    ]
+    rows = [sum(w * experts[e](one) for w, e in zip(*b)) for *b, one in zip(weights, chosen.tolist(), x)]
     y = torch.stack(rows)
     y.backward(dy)
     mine = experts[rank * 8 // n : (rank + 1) * 8 // n]

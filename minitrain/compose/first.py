@@ -352,13 +352,11 @@ class Trainer:
 
     def step(self, rows: Tensor) -> Tensor:
         """rows [B, T + 1] of the whole batch, the same on all ranks -> its mean loss."""
-        groups, m = self.groups, self.microbatches
+        groups, tp, m = self.groups, self.groups["tp"], self.microbatches
         mine = rows.chunk(groups["dp"].size())[groups["dp"].rank()]
         inputs, targets = (mine[:, shift:][:, self.positions].chunk(m) for shift in (0, 1))
         count = rows.size(0) * self.length  # the one divisor
-        loss_fn = lambda i, y: (
-            VocabularyLoss.apply(y.flatten(0, 1), targets[i].flatten(), groups["tp"]) / count
-        )
+        loss_fn = lambda i, y: VocabularyLoss.apply(y.flatten(0, 1), targets[i].flatten(), tp) / count
         shape = (len(mine) // m, len(self.positions), self.width)
         self.optimizer.zero_grad()
         loss = run(self.stage, inputs, loss_fn, shape, self.shared[0].shard, groups["pp"], groups["down"])

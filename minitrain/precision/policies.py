@@ -71,6 +71,7 @@ PRODUCTS = {
     "fp8_e4m3": "E4M3 for gradients too, one scale for each tensor",
     "fp8_rows": "E4M3, one scale for each row of what is summed over",
     "fp8_tiles": "E4M3, 1x128 for activations and gradients, 128x128 for weights (DeepSeek-V3)",
+    "fp8_tiles_14": "the same, sums of 128 products in 14 bits, as Hopper's tensor cores add: slow",
     "mxfp8": "E4M3 in blocks of 32 that share a power of two",
     "mxfp6": "E2M3 in blocks of 32 that share a power of two",
     "mxfp4": "E2M1 in blocks of 32 that share a power of two",

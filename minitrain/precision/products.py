@@ -39,6 +39,18 @@ ROLES = tuple(FIRST_AMAX)
 Grads = tuple[Tensor | None, Tensor | None]  # dx [.., K] and dW [N, K], those that are wanted
 
 
+def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
+    """a [.., M, K], b [N, K] -> a · bᵀ [.., M, N] in `dtype`."""
+    both = isinstance(a, Quantized) and isinstance(b, Quantized)
+    if both and has_kernel(a.codes.device) and fits_kernel(a.blocks, b.blocks, dtype):
+        if all(size % 16 == 0 for size in (*b.shape, a.codes.numel() // a.shape[-1])) and a.codes.numel():
+            return by_kernel(a, b, dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    with as_one_kernel(kernel_of(a, b, dtype) if both else None):
+        left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
+        return (left @ right.mT).to(dtype)
+
+
 @dataclass(frozen=True)
 class Products:
     """How x, W and dy are quantised; `history`: steps of which delayed scaling remembers the largest."""
@@ -48,6 +60,7 @@ class Products:
     dy: Blocks
     history: int = 0
     cast: Callable = quantize  # or one that a compiler has made (`fused`)
+    product = staticmethod(product)  # of two operands; sums in fewer bits have another
 
     @property
     def travels(self) -> bool:
@@ -62,18 +75,18 @@ class Products:
         return scales.quantized("dy", dy, self.dy, "MN", self.cast)
 
     def forward(self, x: Quantized, weight: Tensor, scales: Scales) -> Tensor:
-        return product(x, scales.quantized("weight", weight, self.weight, "NK", self.cast), weight.dtype)
+        return self.product(x, scales.quantized("weight", weight, self.weight, "NK", self.cast), weight.dtype)
 
     def backward(self, dy, x: Quantized, weight: Tensor, wanted: tuple, scales: Scales) -> Grads:
         along_n = dy if isinstance(dy, Quantized) else self.enter_grad(dy, scales)
         dx = dweight = None
         if wanted[0]:
             transposed = scales.quantized("weight", weight.mT, self.weight, "KN", self.cast)
-            dx = product(along_n, transposed, weight.dtype)
+            dx = self.product(along_n, transposed, weight.dtype)
         if wanted[1]:
             exact = torch.promote_types(weight.dtype, torch.float32)
             tokens = self.turned(dy if self.dy.tile else along_n, self.dy, exact, scales, "N")
-            dweight = product(tokens, self.turned(x, self.x, exact, scales, "K"), weight.dtype)
+            dweight = self.product(tokens, self.turned(x, self.x, exact, scales, "K"), weight.dtype)
         return dx, dweight
 
     def turned(self, x, blocks: Blocks, exact: torch.dtype, scales: Scales, rows: str) -> Quantized | Tensor:
@@ -146,18 +159,6 @@ def amax_of(x: Tensor, blocks: Blocks) -> Tensor:
 
 def usable(amax: Tensor) -> Tensor:
     return torch.where((amax > 0) & amax.isfinite(), amax, 1.0)
-
-
-def product(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
-    """a [.., M, K], b [N, K] -> a · bᵀ [.., M, N] in `dtype`."""
-    both = isinstance(a, Quantized) and isinstance(b, Quantized)
-    if both and has_kernel(a.codes.device) and fits_kernel(a.blocks, b.blocks, dtype):
-        if all(size % 16 == 0 for size in (*b.shape, a.codes.numel() // a.shape[-1])) and a.codes.numel():
-            return by_kernel(a, b, dtype)
-    exact = torch.promote_types(dtype, torch.float32)
-    with as_one_kernel(kernel_of(a, b, dtype) if both else None):
-        left, right = (dequantize(x, exact) if isinstance(x, Quantized) else x for x in (a, b))
-        return (left @ right.mT).to(dtype)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ A sum of ones stalls (swamping) at 2^(M+1): 4,096 ones give 2,048 in FP16.
 `tensor_core_matmul` emulates Hopper's FP8 product. An instruction adds 32 exact products to the accumulator:
 it aligns all to the largest exponent and cuts each off after its `bits` = 14 highest bits, so it loses less
 than 33·2^(1-bits) of the largest. Every `promote` products the sum is added to a float32 elsewhere, times the
-scales of these products, and starts again from zero. Wang et al. 2018, arXiv:1812.08011, section 2.2;
-DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2. Differs: not compared with a GPU; cut toward zero.
+scales of these products, and starts again from zero. `fp8_tiles_14` trains so. Wang et al. 2018,
+arXiv:1812.08011, section 2.2; DeepSeek-V3, arXiv:2412.19437, sections 3.3.2 and 3.5.2. Differs: not compared
+with a GPU; cut toward zero.
 """
 
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from torch import Generator, Tensor
 from torch.nn.functional import pad
 
 from minitrain.precision import formats
+from minitrain.precision.blocks import RECIPES, Quantized
 from minitrain.precision.formats import Format
-from minitrain.precision.products import Grads, Scales
+from minitrain.precision.products import Grads, Products, Scales
 from minitrain.precision.rounding import checked, decode, encode, round_to, rounded
 from minitrain.ranks.checks import require_ints
 
 LANES = 32  # products of an instruction of the tensor core
+PROMOTE = 128  # of them in 14 bits, then their sum goes to float32
+MOST_PRODUCTS = 1 << 22  # of a narrow sum in memory
 
 
 def sum_in(x, format: str | Format, chunk: int | None = None, mode="nearest", generator=None) -> Tensor:
@@ -43,7 +47,7 @@ def matmul_in(a: Tensor, b: Tensor, format: str | Format, chunk: int | None = No
     return sum_in(a.double().unsqueeze(-2) * b.double().mT, format, chunk)
 
 
-def tensor_core_matmul(a, b, *, bits=14, promote=128, scale_a=None, scale_b=None) -> Tensor:
+def tensor_core_matmul(a, b, *, bits=14, promote=PROMOTE, scale_a=None, scale_b=None) -> Tensor:
     """a [M, K] @ b [K, N] of FP8 numbers -> [M, N] float32; scale_a [M, K/promote], scale_b [K/promote, N].
     promote=None: one sum over all of K."""
     _fit("tensor_core_matmul", a, b)
@@ -73,6 +77,21 @@ def _aligned(x: Tensor, bits: int) -> Tensor:
     exponent = torch.frexp(x.abs().amax(-1, keepdim=True)).exponent - 1
     step = torch.ldexp(torch.ones_like(x[..., :1]), exponent + 1 - bits)
     return (x / step).trunc_().mul_(step)
+
+
+class TensorCoreProducts(Products):
+    """Of tiles of 128, whose sums are those of `tensor_core_matmul`."""
+
+    @staticmethod
+    def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+        numbers, tile = b.shape[-1], b.blocks.tile
+        promote = min(PROMOTE, -(-numbers // LANES) * LANES) or PROMOTE  # what is missing are zeros
+        x, w = (pad(q.elements().flatten(0, -2), (0, -numbers % promote)) for q in (a, b))
+        scale_b = b.multipliers.repeat_interleave(tile[0] if len(tile) > 1 else 1, 0)[: len(w)].mT
+        few = max(1, MOST_PRODUCTS // (LANES * max(len(w), 1)))
+        parts, how = zip(x.split(few), a.multipliers.flatten(0, -2).split(few)), dict(promote=promote)
+        y = [tensor_core_matmul(rows, w.mT, scale_a=s, scale_b=scale_b, **how) for rows, s in parts]
+        return torch.cat(y).unflatten(0, a.shape[:-1]).to(dtype)
 
 
 def _one_by_one(x: Tensor, f: Format, mode: str, generator: Generator | None) -> Tensor:
@@ -109,7 +128,6 @@ def _divides(what: str, numbers: int, part: int | None, name: str) -> None:
 
 
 CHUNK = 64
-MOST_PRODUCTS = 1 << 22  # of a narrow sum in memory
 
 
 @dataclass(frozen=True)
@@ -150,7 +168,9 @@ class CastProducts:
         return narrow_product(a.flatten(0, -2), b, self.sums).unflatten(0, a.shape[:-1]).to(dtype)
 
 
+TILE, SQUARE = RECIPES["fp8_1x128"], RECIPES["fp8_128x128"]
 PRODUCTS = {
+    "fp8_tiles_14": TensorCoreProducts(TILE, SQUARE, TILE),
     "fp8_wang": CastProducts(formats.E5M2, formats.E5M2, formats.FP16_WANG),
     "hfp8": CastProducts(formats.HFP8_FORWARD, formats.E5M2),
 }

@@ -114,9 +114,7 @@ def plain(events_by_rank, sent_only):
     """Ranks of cp compute different tiles of a causal mask; a group over two axes is named in the mesh's order."""
     name = lambda call: replace(call, axis="_".join(sorted(call.axis.split("_"))))
     known = lambda one: [name(one)] if isinstance(one, Issue) else [one] * (not sent_only)
-    return {
-        rank: [one for event in events for one in known(event)] for rank, events in events_by_rank.items()
-    }
+    return {rank: [one for event in e for one in known(event)] for rank, e in events_by_rank.items()}
 
 
 @pytest.mark.parametrize(
