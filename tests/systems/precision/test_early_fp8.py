@@ -47,7 +47,7 @@ def a_layer_by_hand(name, ahead):
     assert (name == "hfp8") == torch.equal(wanted[0], exact), "nine bits are fewer than these sums need"
 
 
-@pytest.mark.parametrize("name", narrow_sums.PRODUCTS)
+@pytest.mark.parametrize("name", ["fp8_wang", "hfp8"])
 def test_what_is_too_large_too_small_or_no_number(name):
     x, weight, dy = normal(4, 8), normal(6, 8, seed=1), normal(4, 6, seed=2) * 1e-7
     y, dx, dweight = gradients(name, x, weight, dy)
