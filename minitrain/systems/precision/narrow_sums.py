@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from minitrain.precision import formats
 from minitrain.precision.blocks import RECIPES, Quantized
 from minitrain.precision.formats import Format
-from minitrain.precision.products import Grads, Products, Scales
+from minitrain.precision.products import Grads, Products, Scales, as_one_kernel, kernel_of
 from minitrain.precision.rounding import checked, decode, encode, round_to, rounded
 from minitrain.ranks.checks import require_ints
 
@@ -90,7 +90,8 @@ class TensorCoreProducts(Products):
         scale_b = b.multipliers.repeat_interleave(tile[0] if len(tile) > 1 else 1, 0)[: len(w)].mT
         few = max(1, MOST_PRODUCTS // (LANES * max(len(w), 1)))
         parts, how = zip(x.split(few), a.multipliers.flatten(0, -2).split(few)), dict(promote=promote)
-        y = [tensor_core_matmul(rows, w.mT, scale_a=s, scale_b=scale_b, **how) for rows, s in parts]
+        with as_one_kernel(kernel_of(a, b, dtype)):
+            y = [tensor_core_matmul(rows, w.mT, scale_a=s, scale_b=scale_b, **how) for rows, s in parts]
         return torch.cat(y).unflatten(0, a.shape[:-1]).to(dtype)
 
 
