@@ -150,6 +150,7 @@ def test_mx_formats(losses):
     for name in bits:
         q, f = quantize(x, name), RECIPES[name].format
         assert 8 * q.nbytes == bits[name] * x.numel()
+        assert torch.equal(dequantize(q), q.elements() * q.scales.float().repeat_interleave(32, -1))
         amax = x.unflatten(-1, (2, 32)).abs().amax(-1)
         assert torch.equal(q.scales.float(), 2.0 ** (amax.log2().floor() - math.floor(math.log2(f.max))))
     x[:, 3] *= 1000
